@@ -1,0 +1,75 @@
+# Everything works from a fresh clone with Python >= 3.10 and make: each target first builds what it needs.
+# Choose another interpreter with PYTHON=..., another place for the environment with VENV=...
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+# Two processes with one thread each beat one process with two on the tests' tiny tensors.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --quiet
+SOURCES := lightning_ledger examples tests $(wildcard benchmarks)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo tune test test-slow lint format bench clean
+
+help: ## show this text
+	@echo "lightning-ledger: what would your Lightning run cost with most gradients from idle inference hardware?"
+	@echo
+	@echo "  make demo        train a small GPT seven ways, compare what each one cost (about 10 minutes, 2 cores)"
+	@echo "  make tune        redo the learning-rate sweep behind the demo (about 30 minutes)"
+	@echo "  make test        run the tests, doctests included"
+	@echo "  make test-slow   run the slow tests too"
+	@echo "  make lint        ruff, formatting and types"
+	@echo "  make format      let ruff format and fix what it can"
+	@echo "  make bench       measure the plug-in's own overhead"
+	@echo "  make clean       remove the environment, caches and demo runs"
+	@echo
+	@echo "Then, for your own runs:  $(BIN)/lightning-ledger --help"
+
+# Stamps, one per stage of the environment. torch comes first and alone, so that no other package picks its build.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "$(PYTHON) is older than Python 3.10. Pass another: make PYTHON=python3.11"; exit 1; }
+	@echo "[1/3] environment in $(VENV), with torch"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.torch pyproject.toml
+	@echo "[2/3] lightning-ledger and what it needs"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	@echo "[3/3] tools for tests and linting"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.core
+	@$(BIN)/python examples/demo.py run
+
+tune: $(VENV)/.core
+	@$(BIN)/python examples/demo.py tune
+
+test: $(VENV)/.dev
+	@$(PYTEST)
+
+test-slow: $(VENV)/.dev
+	@$(PYTEST) -m "slow or not slow"
+
+lint: $(VENV)/.dev
+	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/ruff format --check $(SOURCES)
+	@$(BIN)/mypy
+
+format: $(VENV)/.dev
+	@$(BIN)/ruff check --fix $(SOURCES)
+	@$(BIN)/ruff format $(SOURCES)
+
+bench: $(VENV)/.core
+	@$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find lightning_ledger examples tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,143 @@
+"""Replace most gradients by predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_ledger.callbacks.common import (
+    checked_state,
+    log_values,
+    predicting_strategy,
+    update_wandb_config,
+)
+from lightning_ledger.estimation import Prediction, PredictionState
+from lightning_ledger.microbatches import WeightSpec
+from lightning_ledger.precision import get_format
+from lightning_ledger.prices import PriceBook
+
+
+class GradientPrediction(pl.Callback):
+    """Each batch is cut into micro-batches; ``exact`` of them get an exact gradient, the others a predicted one.
+
+    Alone it trains on the mix ``sum_C w_i g_i + sum_notC w_i h_i``, which is as biased as the predictor; add
+    ``ControlVariate`` to correct it. Needs ``PredictedGradientStrategy``.
+
+    It logs ``gpcv/loss`` (the estimate of the full-batch loss) and ``gpcv/exact_share`` (k/n).
+
+    Args:
+        format: number format of the predictions' matrix products: see ``lightning_ledger.precision.FORMATS``.
+        rounding: ``"nearest"``, or ``"stochastic"``: unbiased rounding, where the hardware has it.
+        microbatches: n, micro-batches a batch is cut into (fewer where a batch has fewer samples).
+        exact: k, how many of them get an exact gradient; 0 trains on predictions only, ``microbatches`` as stock
+            Lightning does.
+        refresh_every: optimizer steps between refreshes of the predictor's weights; above 1 predictions are stale.
+        seed: of the private generator that draws C, dropout and rounding seeds.
+        weights: what the loss averages over: ``"samples"``, ``TokenWeights(...)``, a function of a micro-batch, or
+            ``"sum"`` for a loss that is summed.
+        split_fn: ``(batch, n) -> micro-batches``, for batches that cannot be split leaf by leaf.
+        check_separable: compare, on the first batch, the loss of larger and smaller pieces, and refuse if they differ.
+        allow_batchnorm: train BatchNorm in training mode all the same, each micro-batch normalised by itself.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Example:
+        >>> GradientPrediction(format="int8", microbatches=8, exact=1).prediction.exact
+        1
+    """
+
+    KIND, SCHEMA = "lightning_ledger.GradientPrediction", 1
+
+    def __init__(
+        self,
+        format: str = "int8",
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        microbatches: int = 8,
+        exact: int = 1,
+        refresh_every: int = 1,
+        seed: int = 0,
+        weights: WeightSpec = "samples",
+        split_fn: Callable[[Any, int], Sequence[Any]] | None = None,
+        check_separable: bool = True,
+        allow_batchnorm: bool = False,
+    ) -> None:
+        get_format(format)
+        if rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"rounding={rounding!r} is unknown: pass 'nearest' or 'stochastic'.")
+        for name, value, least in (
+            ("microbatches", microbatches, 1),
+            ("exact", exact, 0),
+            ("refresh_every", refresh_every, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
+        if exact > microbatches:
+            raise ValueError(
+                f"exact={exact} is more than microbatches={microbatches}: only micro-batches of the batch can be "
+                "exact. Raise microbatches, or set exact=microbatches for exact training."
+            )
+        self.seed = seed
+        self.prediction = Prediction(
+            format=format,
+            rounding=rounding,
+            microbatches=microbatches,
+            exact=exact,
+            refresh_every=refresh_every,
+            weights=weights,
+            split_fn=split_fn,
+            check_separable=check_separable,
+            allow_batchnorm=allow_batchnorm,
+        )
+        self.state = PredictionState(torch.Generator().manual_seed(seed))
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Configure the strategy."""
+        if stage == "fit":
+            predicting_strategy(trainer, self).predict_with(self.prediction, self.state)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tell W&B what is predicted."""
+        p = self.prediction
+        update_wandb_config(
+            trainer,
+            {
+                "gpcv/format": p.format,
+                "gpcv/format_kind": get_format(p.format).describe(trainer.strategy.root_device),
+                "gpcv/rounding": p.rounding,
+                "gpcv/microbatches": p.microbatches,
+                "gpcv/exact": p.exact,
+                "gpcv/refresh_every": p.refresh_every,
+                "gpcv/seed": self.seed,
+                "gpcv/weights": repr(p.weights),
+            },
+        )
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the loss estimate and the exact share."""
+        values = predicting_strategy(trainer, self).gradient_values(PriceBook())
+        log_values(pl_module, {k: values[k] for k in ("gpcv/loss", "gpcv/exact_share") if k in values})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The private generator, the step count, and stale weights if there are any."""
+        state = self.state
+        return {
+            "kind": self.KIND,
+            "schema": self.SCHEMA,
+            "generator": state.generator.get_state(),
+            "steps": state.steps,
+            "weights": None if state.weights is None else dict(state.weights),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where the checkpoint was."""
+        state = checked_state(state_dict, self.KIND, self.SCHEMA)
+        self.state.generator.set_state(state["generator"].cpu())
+        self.state.steps = state["steps"]
+        weights = state["weights"]
+        self.state.weights = None if weights is None else {n: w.requires_grad_() for n, w in weights.items()}

@@ -1,0 +1,142 @@
+"""Meter a training step that someone else runs, from Lightning's hooks alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_ledger.flops import FlopCounter, StepFlops
+from lightning_ledger.ledger import Ledger
+from lightning_ledger.microbatches import Splitter, TokenWeights, shape_key
+from lightning_ledger.program import count_in_shadow, is_compiled
+
+
+class StepMeter:
+    """Charges a ledger for training and validation batches, counting each new shape once while it runs.
+
+        on_train_batch_start    new shape: start counting, forward
+        on_before_backward      go on, backward
+        on_after_backward       stop
+        on_train_batch_end      charge scarce/forward and scarce/backward
+
+    Under manual optimization the passes of a batch follow no rule, so every batch is counted.
+
+    Args:
+        ledger: to charge.
+        warn: called with the names of heavy operations without a FLOP formula.
+        tokens: counts valid targets, if given.
+    """
+
+    def __init__(self, ledger: Ledger, warn: Callable[[set[str]], None], tokens: TokenWeights | None = None) -> None:
+        self._ledger = ledger
+        self._warn = warn
+        self._tokens = tokens
+        self._splitter = Splitter()
+        self._counted: dict[Hashable, StepFlops] = {}
+        self._counter: FlopCounter | None = None
+        self._active = False
+        self._backward = False
+
+    def start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """A training batch begins."""
+        self.stop()
+        self._counter, self._backward = None, False
+        key = self._key(module, batch)
+        if key in self._counted and module.automatic_optimization:
+            return
+        if is_compiled(module):
+            counter = count_in_shadow(module, (batch, batch_idx), trainer.strategy.precision_plugin.train_step_context)
+            self._keep(key, counter)
+            self._ledger.charge("setup/checks", counter.counts().work())
+            return
+        self._enter()
+
+    def before_backward(self) -> None:
+        """The loss is there."""
+        self._backward = True
+        if self._counter is not None:
+            self._counter.phase = "backward"
+
+    def after_backward(self, module: pl.LightningModule) -> None:
+        """The gradients are there; what an optimizer multiplies is not the step's."""
+        if self._counter is not None:
+            self._counter.phase = "forward"
+        if module.automatic_optimization:
+            self.stop()
+
+    def end(self, module: pl.LightningModule, batch: Any, skipped: bool) -> StepFlops:
+        """The batch is done: charge it.
+
+        Args:
+            module: the user's module.
+            batch: the batch.
+            skipped: whether training_step returned None under automatic optimization.
+
+        Returns:
+            What the batch took.
+        """
+        self.stop()
+        key = self._key(module, batch)
+        if self._counter is not None:
+            flops = self._counter.counts()
+            self._warn(self._counter.uncounted)
+            if self._backward and module.automatic_optimization:
+                self._counted[key] = flops
+        else:
+            flops = self._counted[key]
+        samples, tokens = self.samples(batch), self._tokens.count(batch) if self._tokens else 0
+        forward = flops.work("forward", passes=1, samples=samples, tokens=tokens)
+        if skipped:
+            self._ledger.charge("waste/skipped_step", forward)
+            return flops
+        self._ledger.charge("scarce/forward", forward)
+        self._ledger.charge("scarce/backward", flops.work("backward"))
+        self._ledger.charge_exact_equivalent(flops.work(passes=1, samples=samples, tokens=tokens))
+        return flops
+
+    def start_validation(self, module: pl.LightningModule, batch: Any) -> None:
+        """A validation batch begins."""
+        self.stop()
+        self._counter = None
+        if ("validation", shape_key(batch)) not in self._counted and not is_compiled(module):
+            self._enter()
+
+    def end_validation(self, batch: Any) -> None:
+        """A validation batch is done: charge it."""
+        self.stop()
+        key = ("validation", shape_key(batch))
+        if self._counter is not None:
+            self._keep(key, self._counter)
+        flops = self._counted.get(key)
+        if flops is None:  # compiled: charge it as a training forward on the same shapes, if one was counted
+            flops = next((f for k, f in self._counted.items() if k[0] == shape_key(batch)), StepFlops({}, {}))  # type: ignore[index]
+        self._ledger.charge("scarce/validation", flops.work("forward", passes=1, samples=self.samples(batch)))
+
+    def stop(self) -> None:
+        """Stop counting, wherever the step was left."""
+        if self._active and self._counter is not None:
+            self._counter.__exit__(None, None, None)
+        self._active = False
+
+    def samples(self, batch: Any) -> int:
+        """Samples in the batch, 0 where its structure does not tell."""
+        try:
+            return self._splitter.batch_size(batch)
+        except (TypeError, ValueError):
+            return 0
+
+    def _enter(self) -> None:
+        self._counter = FlopCounter()
+        self._counter.__enter__()
+        self._active = True
+
+    def _keep(self, key: Hashable, counter: FlopCounter) -> None:
+        self._counted[key] = counter.counts()
+        self._warn(counter.uncounted)
+
+    @staticmethod
+    def _key(module: pl.LightningModule, batch: Any) -> Hashable:
+        # Freezing a part shortens the backward pass without changing any shape.
+        return shape_key(batch), sum(p.requires_grad for p in module.parameters())

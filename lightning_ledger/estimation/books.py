@@ -1,0 +1,110 @@
+"""Counts what a step runs, once per shape, and charges it to a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_ledger.flops import FlopCounter, Phase, StepFlops, uncounted_warning
+from lightning_ledger.ledger import Ledger, Work
+from lightning_ledger.microbatches import MicroBatch, shape_key
+from lightning_ledger.prices import PriceBook
+from lightning_ledger.program import Context, count_in_shadow, is_compiled
+
+
+class StepBooks:
+    """The FLOPs of every micro-batch shape, and the ledger they are charged to.
+
+    Args:
+        module: the user's module.
+        ledger: charged if given; without one the counts still serve the cost ratios.
+        unit_samples: samples in one forward-equivalent; by default those of the first micro-batch.
+        context: the Trainer's precision context.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, ledger: Ledger | None, unit_samples: int | None, context: Context
+    ) -> None:
+        self._module = module
+        self._ledger = ledger
+        self._unit_samples = unit_samples
+        self._context = context
+        self._exact: dict[Hashable, StepFlops] = {}
+        self._warned: set[str] = set()
+        self.predicted: Callable[[Hashable], StepFlops | None] = lambda shape: None
+
+    def restart(self, predicted: Callable[[Hashable], StepFlops | None]) -> None:
+        """Forget the counts: another set of trainable parameters has another backward pass."""
+        self._exact.clear()
+        self.predicted = predicted
+
+    def counter(self, part: MicroBatch, arguments: Sequence[Any]) -> FlopCounter | None:
+        """A counter to run the exact pass in, on the first of each shape; a compiled module is counted apart."""
+        shape = shape_key(part.data)
+        if shape in self._exact:
+            return None
+        if not is_compiled(self._module):
+            return FlopCounter()
+        shadow = count_in_shadow(self._module, (part.data, *arguments), self._context)
+        self.keep(part, shadow)
+        self.charge("setup/checks", shadow.counts().work())
+        return None
+
+    def keep(self, part: MicroBatch, counter: FlopCounter) -> None:
+        """Remember what a finished pass took."""
+        self._exact[shape_key(part.data)] = counter.counts()
+        self.warn_uncounted(counter.uncounted)
+
+    def exact(self, part: MicroBatch) -> StepFlops | None:
+        """FLOPs of an exact gradient on such a micro-batch; a prediction multiplies the same shapes."""
+        shape = shape_key(part.data)
+        return self._exact.get(shape) or self.predicted(shape)
+
+    def charge(self, account: str, work: Work) -> None:
+        """Charge the ledger, if there is one."""
+        if self._ledger is not None and work:
+            self._ledger.charge(account, work)
+
+    def charge_exact(
+        self, account: str, phase: Phase, part: MicroBatch, counter: FlopCounter | None, seconds: float
+    ) -> None:
+        """Charge one phase of an exact pass; samples and tokens are counted with its forward."""
+        flops = counter.counts() if counter is not None else self._exact[shape_key(part.data)]
+        counts = {"passes": 1, "samples": part.samples, "tokens": part.tokens} if phase == "forward" else {}
+        self.charge(account, flops.work(phase, seconds=seconds, **counts))
+
+    def charge_equivalent(self, microbatches: Iterable[MicroBatch]) -> None:
+        """Book what these micro-batches would have cost exactly, and fix the unit on the first of them."""
+        if self._ledger is None:
+            return
+        for part in microbatches:
+            flops = self.exact(part)
+            if flops is None:
+                continue
+            if self._ledger.forward_flops is None and any(flops.forward.values()):
+                self._ledger.forward_flops = flops.forward_equivalent(part.samples, self._unit_samples)
+            self._ledger.charge_exact_equivalent(flops.work(samples=part.samples, tokens=part.tokens, passes=1))
+
+    def cost_ratios(self, part: MicroBatch, prices: PriceBook) -> tuple[float, float]:
+        """w = price of one prediction / price of one exact gradient: at these prices, and at a fleet price of 1."""
+        exact, predicted = self.exact(part), self.predicted(shape_key(part.data))
+        if exact is None or predicted is None or not exact.total:
+            return 0.0, 0.0
+        unit = sum(exact.forward.values())
+        scarce = prices.cost("scarce/forward", exact.work(), unit)
+        work = predicted.work(passes=1)
+        now, at_one = (
+            book.cost("fleet/prediction", work, unit) / scarce if scarce else 0.0
+            for book in (prices, prices.with_fleet_price(1.0))
+        )
+        return now, at_one
+
+    def warn_uncounted(self, names: set[str]) -> None:
+        """Name heavy operations without a formula, each once."""
+        new = names - self._warned
+        if new:
+            self._warned |= new
+            rank_zero_warn(uncounted_warning(new))

@@ -1,0 +1,68 @@
+"""What the callbacks ask of the estimator, and what it carries from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ledger.control_variate import Scope, Statistics, optimal_coefficient
+from lightning_ledger.microbatches import WeightSpec
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What to predict, and how; the arguments of ``GradientPrediction``, documented there."""
+
+    format: str = "int8"
+    rounding: str = "nearest"
+    microbatches: int = 8
+    exact: int = 1
+    refresh_every: int = 1
+    weights: WeightSpec = "samples"
+    split_fn: Callable[[Any, int], Sequence[Any]] | None = None
+    check_separable: bool = True
+    allow_batchnorm: bool = False
+
+
+@dataclass
+class PredictionState:
+    """What predictions carry from step to step, and into checkpoints.
+
+    Attributes:
+        generator: draws C and the seeds; private.
+        steps: optimizer steps taken.
+        weights: what predictions are made at, where that is refreshed less often than every step.
+    """
+
+    generator: torch.Generator
+    steps: int = 0
+    weights: dict[str, Tensor] | None = None
+
+
+@dataclass
+class Correction:
+    """How to correct predictions, and the statistics that choose the coefficient.
+
+    Attributes:
+        coefficient: lam, or None for the optimal one.
+        scope: one lam per layer, or one for all.
+        decay: of the running averages.
+        statistics: carried from step to step, and into checkpoints.
+    """
+
+    coefficient: float | None = None
+    scope: Scope = "layer"
+    decay: float = 0.95
+    statistics: Statistics | None = None
+
+    def now(self, layers: Sequence[str]) -> Tensor:
+        """[L] lam for this step, from the steps before it."""
+        if self.statistics is None or self.statistics.layers != tuple(layers):
+            self.statistics = Statistics.start(layers, self.decay)
+        if self.coefficient is not None:
+            return torch.full((len(layers),), float(self.coefficient), dtype=torch.float64)
+        return optimal_coefficient(self.statistics, self.scope)

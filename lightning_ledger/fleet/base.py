@@ -1,0 +1,77 @@
+"""The interface between a strategy and the machines that predict gradients for it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_ledger.control_variate import Gradients
+from lightning_ledger.ledger import Work
+from lightning_ledger.microbatches import MicroBatch
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prediction to make.
+
+    Attributes:
+        microbatch: the samples and their weight w_i.
+        seed: seeds dropout and stochastic rounding; the exact pass on the same micro-batch has the same one.
+        control: whether the micro-batch is in C. It decides which sum the prediction joins, never its value.
+    """
+
+    microbatch: MicroBatch
+    seed: int
+    control: bool
+
+
+@dataclass
+class Predictions:
+    """What a fleet returns for one batch: sums, never n gradient sets.
+
+    Attributes:
+        control: sum over C of w_i h_i, by parameter name.
+        rest: sum over the other jobs of w_i h_i.
+        losses: predicted loss by micro-batch index.
+        squared_norms: [jobs, L] squared norm of n w_i h_i, by layer, in the order of the jobs.
+        samples: for each micro-batch of C, by index, [m] the sampled coordinates of n w_i h_i.
+        work: what was done, by ledger account.
+        skipped: indices of the micro-batches whose training step returned None.
+    """
+
+    control: Gradients = field(default_factory=dict)
+    rest: Gradients = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    squared_norms: Tensor | None = None
+    samples: dict[int, Tensor] = field(default_factory=dict)
+    work: dict[str, Work] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
+
+
+class Fleet(ABC):
+    """Runs predictions somewhere. ``submit`` may return before they are done; ``gather`` waits for them.
+
+    Every job of a batch is predicted with the same version of the weights.
+    """
+
+    @abstractmethod
+    def refresh(self, weights: Mapping[str, Tensor], seed: int) -> Mapping[str, Work]:
+        """Send weights; the work that took, by account."""
+
+    @abstractmethod
+    def submit(self, jobs: Sequence[Job], arguments: Sequence[Any], observe: bool) -> None:
+        """Start predicting.
+
+        Args:
+            jobs: the micro-batches to predict.
+            arguments: the rest of what ``training_step`` takes.
+            observe: whether norms and samples are wanted for the statistics.
+        """
+
+    @abstractmethod
+    def gather(self) -> Predictions:
+        """Wait for the submitted batch; its inputs are checked before they are returned."""

@@ -1,0 +1,123 @@
+"""Gradient predictors: cheap, possibly wrong gradients of a micro-batch's loss."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_ledger.flops import FlopCounter, StepFlops
+from lightning_ledger.microbatches import shape_key
+from lightning_ledger.precision import Lowering
+from lightning_ledger.program import Context, ShadowBuffers, training_step_gradients
+
+Prediction = tuple[Tensor, dict[str, Tensor | None]]
+
+
+class GradientPredictor(ABC):
+    """The plug point: anything that maps (weights, micro-batch, seed) to (loss, gradients).
+
+    Two rules keep the corrected estimate unbiased, whatever the predictor's quality: a prediction depends on nothing
+    but weights, micro-batch and seed, and it has no effect on the module.
+    """
+
+    @abstractmethod
+    def refresh(self, weights: Mapping[str, Tensor], seed: int = 0) -> None:
+        """Take these weights for all predictions until the next call.
+
+        Args:
+            weights: trainable parameters by name. Kept as they are, not copied: pass clones to predict at stale
+                weights, the live parameters to follow them.
+            seed: of the stochastic rounding of the weights, if any.
+        """
+
+    @abstractmethod
+    def predict(self, microbatch: Any, seed: int, *arguments: Any) -> Prediction | None:
+        """Predict one micro-batch's loss and gradients.
+
+        Args:
+            microbatch: the samples, structured as the user's batch.
+            seed: of this micro-batch; the exact pass on it runs under the same one.
+            *arguments: the rest of what ``training_step`` takes, such as the batch index.
+
+        Returns:
+            The loss and a gradient per trainable parameter (None where the loss does not depend on it), or None if
+            the training step skipped the micro-batch.
+        """
+
+    @abstractmethod
+    def work(self, shape: Hashable) -> StepFlops | None:
+        """FLOPs of one prediction on micro-batches of this shape, or None before the first of them.
+
+        Args:
+            shape: ``shape_key(microbatch)``.
+        """
+
+
+class EagerPredictor(GradientPredictor):
+    """Runs the training step and its backward inside the lowering mode: the oracle and the fallback.
+
+    Args:
+        module: the user's module, unmodified.
+        lowering: the number format of the matrix products.
+        context: the Trainer's precision context.
+        on_uncounted: called with the names of heavy operations that have no FLOP formula.
+
+    Example:
+        >>> import torch
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> model = BoringModel()
+        >>> predictor = EagerPredictor(model, Lowering("int8"))
+        >>> predictor.refresh(dict(model.named_parameters()))
+        >>> loss, gradients = predictor.predict(torch.ones(4, 32), 0, 0)
+        >>> sorted(gradients), predictor.work(shape_key(torch.ones(4, 32))).forward
+        (['layer.bias', 'layer.weight'], {'int8': 512})
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        lowering: Lowering,
+        context: Context = contextlib.nullcontext,
+        on_uncounted: Callable[[set[str]], None] | None = None,
+    ) -> None:
+        self.module = module
+        self.lowering = lowering
+        self._context = context
+        self._on_uncounted = on_uncounted
+        self._buffers = ShadowBuffers(module)
+        self._weights: Mapping[str, Tensor] = {}
+        self._work: dict[Hashable, StepFlops] = {}
+
+    def refresh(self, weights: Mapping[str, Tensor], seed: int = 0) -> None:
+        if list(weights) != list(self._weights):
+            self._work.clear()  # another trainable set has another backward pass
+        self._weights = dict(weights)
+        self.lowering.refresh(weights.values(), seed)
+
+    def predict(self, microbatch: Any, seed: int, *arguments: Any) -> Prediction | None:
+        shape = shape_key(microbatch)
+        counter = FlopCounter(self.lowering.format_of) if shape not in self._work else None
+        # The counter goes inside the lowering, to see each product before it is lowered.
+        with self.lowering.mode(seed), counter or contextlib.nullcontext():
+            result = training_step_gradients(
+                self.module,
+                self._weights,
+                (microbatch, *arguments),
+                seed,
+                self._buffers,
+                self._context,
+                counter,
+            )
+        if counter is not None and result is not None:
+            self._work[shape] = counter.counts()
+            if counter.uncounted and self._on_uncounted is not None:
+                self._on_uncounted(counter.uncounted)
+        return result
+
+    def work(self, shape: Hashable) -> StepFlops | None:
+        return self._work.get(shape)

@@ -1,0 +1,297 @@
+"""Run a user's training step as a function: (weights, micro-batch, seed) -> (loss, gradients).
+
+Nothing else may come out of it. A prediction is a second look at the same batch: what it logs, counts, draws or
+overwrites would be counted twice by the user's own bookkeeping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_ledger.flops import FlopCounter
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__)
+_CONTAINERS = (list, dict, set, deque)
+
+
+def training_loss(output: Any, module: pl.LightningModule) -> Tensor | None:
+    """The loss in what a user's ``training_step`` returned.
+
+    Args:
+        output: a tensor, a mapping with a ``"loss"``, or None to skip the batch.
+        module: whose training step it was, for the error.
+
+    Returns:
+        The loss, or None for a skipped batch.
+
+    Raises:
+        MisconfigurationException: if there is no loss in it.
+
+    Example:
+        >>> training_loss({"loss": torch.tensor(2.0)}, pl.LightningModule())
+        tensor(2.)
+    """
+    step = f"{type(module).__qualname__}.training_step"
+    if output is None:
+        return None
+    if isinstance(output, Tensor):
+        if output.numel() != 1:
+            raise MisconfigurationException(
+                f"{step} returned a loss of shape {tuple(output.shape)}; it must be a single number. Reduce it with "
+                ".mean() or .sum()."
+            )
+        return output
+    if isinstance(output, Mapping):
+        if isinstance(output.get("loss"), Tensor):
+            return training_loss(output["loss"], module)
+        raise MisconfigurationException(
+            f"{step} returned a dict with the keys {sorted(map(str, output))}, but under automatic optimization the "
+            "key 'loss' must hold the loss tensor. Return {'loss': loss, ...}."
+        )
+    raise MisconfigurationException(
+        f"{step} returned {type(output).__name__}. Return the loss tensor, a dict with a 'loss', or None to skip."
+    )
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Run with every global generator seeded, and leave each exactly where it was.
+
+    Torch (CPU and ``device``), NumPy and Python. The exact pass and the prediction of a micro-batch run under the
+    same seed, so that they draw the same dropout masks.
+
+    Args:
+        seed: 63-bit seed.
+        device: whose generator is included besides the CPU's.
+
+    Example:
+        >>> with seeded(1, torch.device("cpu")):
+        ...     a = torch.rand(2)
+        >>> with seeded(1, torch.device("cpu")):
+        ...     b = torch.rand(2)
+        >>> bool((a == b).all())
+        True
+    """
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  the global state is the point
+    on_device = [device.index or 0] if device.type not in ("cpu", "mps") else []
+    try:
+        with torch.random.fork_rng(on_device, device_type=device.type if on_device else "cuda"):
+            torch.default_generator.manual_seed(seed)
+            if on_device:
+                getattr(torch, device.type).manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+def _remember(owner: nn.Module) -> Callable[[], None]:
+    """Snapshot an object's own Python attributes; the returned function puts them back, in place where it can."""
+    saved: dict[str, tuple[Any, Any]] = {}
+    for name, value in owner.__dict__.items():
+        if name in _MODULE_INTERNALS:
+            continue
+        if isinstance(value, Tensor):
+            saved[name] = (value, value.detach().clone())
+        else:
+            saved[name] = (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
+
+    def restore() -> None:
+        for name in owner.__dict__.keys() - saved.keys() - _MODULE_INTERNALS:
+            del owner.__dict__[name]
+        for name, (value, content) in saved.items():
+            if isinstance(value, Tensor):
+                if not torch.equal(value, content):
+                    with torch.no_grad():
+                        value.copy_(content)
+            elif isinstance(value, (dict, set)):
+                value.clear()
+                value.update(content)
+            elif isinstance(value, (list, deque)):
+                value.clear()
+                value.extend(content)
+            owner.__dict__[name] = value
+
+    return restore
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands in for a logging method."""
+
+
+@contextlib.contextmanager
+def without_side_effects(module: pl.LightningModule) -> Iterator[None]:
+    """Silence a LightningModule: what runs inside leaves no log, no metric update, no new attribute.
+
+    ``self.log``, ``self.log_dict`` and ``self.print`` do nothing; ``self.logger`` is a dummy; torchmetrics work but
+    forget; lists, dicts, tensors and numbers kept as attributes of a LightningModule are put back. Metrics held
+    outside the module tree cannot be seen and are not protected.
+
+    Args:
+        module: the user's module, attached to a Trainer or not.
+    """
+    owners = [m for m in module.modules() if isinstance(m, (pl.LightningModule, Metric))]
+    restores = [_remember(owner) for owner in owners]
+    trainer = module._trainer
+    loggers = trainer.loggers if trainer is not None else []
+    try:
+        for owner in owners:
+            if isinstance(owner, pl.LightningModule):
+                # In the instance's dict, where they shadow the methods and where _remember drops them again.
+                owner.__dict__.update(log=_nothing, log_dict=_nothing, print=_nothing)
+        if trainer is not None and loggers:
+            trainer.loggers = [DummyLogger() for _ in loggers]
+        yield
+    finally:
+        if trainer is not None and loggers:
+            trainer.loggers = loggers
+        for restore in restores:
+            restore()
+
+
+class ShadowBuffers:
+    """Copies of a module's buffers for predictions to write on, so that the module's own stay as they are.
+
+    A buffer is copied again only when its original or its copy was written to.
+
+    Args:
+        module: the module whose buffers are shadowed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._copies: dict[str, tuple[Tensor, int, Tensor, int]] = {}
+
+    def fresh(self) -> dict[str, Tensor]:
+        """Name to a copy that equals the buffer's present value."""
+        fresh = {}
+        for name, buffer in self._module.named_buffers():
+            held = self._copies.get(name)
+            if (
+                held is None
+                or held[0] is not buffer
+                or held[1] != buffer._version
+                or held[2]._version != held[3]
+                or held[2].device != buffer.device
+            ):
+                shadow = buffer.detach().clone()
+                held = self._copies[name] = (buffer, buffer._version, shadow, shadow._version)
+            fresh[name] = held[2]
+        return fresh
+
+
+class _Step(nn.Module):
+    """Gives ``torch.func.functional_call`` a forward: the training step together with its backward.
+
+    The backward runs inside, while weights are still substituted: activation checkpointing reads them again.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(
+        self,
+        wanted: Sequence[Tensor],
+        arguments: Sequence[Any],
+        context: Context,
+        counter: FlopCounter | None,
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]] | None:
+        with context():
+            loss = training_loss(self.module.training_step(*arguments), self.module)
+        if loss is None:
+            return None
+        if counter is not None:
+            counter.phase = "backward"
+        if not loss.requires_grad:
+            raise MisconfigurationException(
+                f"The loss of {type(self.module).__qualname__}.training_step depends on no trainable parameter: it "
+                "was detached, or computed under torch.no_grad(). Return the loss with its graph."
+            )
+        return loss.detach(), torch.autograd.grad(loss, tuple(wanted), allow_unused=True)
+
+
+def training_step_gradients(
+    module: pl.LightningModule,
+    weights: Mapping[str, Tensor],
+    arguments: Sequence[Any],
+    seed: int,
+    buffers: ShadowBuffers,
+    context: Context = contextlib.nullcontext,
+    counter: FlopCounter | None = None,
+) -> tuple[Tensor, dict[str, Tensor | None]] | None:
+    """Loss and gradients of one training step at given weights, with no side effect on the module.
+
+    Args:
+        module: the user's module.
+        weights: trainable parameters by name: the module's own, or others of the same shapes (stale ones).
+        arguments: what ``training_step`` takes: micro-batch, batch index.
+        seed: seeds the global generators for the pass.
+        buffers: the module's shadow buffers.
+        context: the Trainer's precision context around the forward pass.
+        counter: counts FLOPs, switched from forward to backward between the two.
+
+    Returns:
+        The detached loss and a gradient per weight (None for one the loss does not depend on), or None if the
+        training step returned None.
+
+    Raises:
+        MisconfigurationException: if the step returns no usable loss.
+    """
+    device = next(iter(weights.values())).device if weights else torch.device("cpu")
+    own = dict(module.named_parameters())
+    replaced = {f"module.{name}": w for name, w in weights.items() if own[name] is not w}
+    replaced |= {f"module.{name}": b for name, b in buffers.fresh().items()}
+    eager = torch.compiler.set_stance("force_eager") if is_compiled(module) else contextlib.nullcontext()
+    step = _Step(module)
+    with torch.enable_grad(), without_side_effects(module), seeded(seed, device), eager:
+        inputs = (tuple(weights.values()), arguments, context, counter)
+        result = torch.func.functional_call(step, replaced, inputs) if replaced else step(*inputs)
+    if result is None:
+        return None
+    loss, gradients = result
+    return loss, dict(zip(weights, gradients, strict=True))
+
+
+def count_in_shadow(
+    module: pl.LightningModule,
+    arguments: Sequence[Any],
+    context: Context = contextlib.nullcontext,
+) -> FlopCounter:
+    """Count a training step without touching the real one: for modules that run compiled, where nothing is seen.
+
+    Args:
+        module: the user's module.
+        arguments: what ``training_step`` takes.
+        context: the Trainer's precision context.
+
+    Returns:
+        The counter, after one forward and backward pass.
+    """
+    weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    counter = FlopCounter()
+    with counter:
+        training_step_gradients(module, weights, arguments, 0, ShadowBuffers(module), context, counter)
+    return counter
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to the module or a part of it."""
+    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in module.modules())

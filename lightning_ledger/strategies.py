@@ -1,0 +1,215 @@
+"""The strategies: the only code that alters training.
+
+One step, with every hook and charge:
+
+    strategy.training_step(batch)
+        micro-batches, weights, C and seeds            private generator: the global one is never touched
+        fleet.submit(micro-batches)                    -> fleet/prediction, fleet/control, transfer/*
+        exact training_step on C                       -> scarce/forward
+        returns a loss whose gradient is only a scale
+    strategy.backward(loss)
+        precision.pre_backward                         on_before_backward; AMP scales the loss
+        precision.backward                             leaves AMP's scale and the accumulation divisor in that gradient
+        exact backward on C, scaled by it              -> scarce/backward
+        fleet.gather; .grad += scale * correction      in place, never rebound
+        precision.post_backward                        on_after_backward sees the final estimate
+    clipping, on_before_optimizer_step, optimizer step: as always
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_ledger.estimation import Correction, GradientEstimator, Prediction, PredictionState
+from lightning_ledger.estimation.checks import refuse_unsupported
+from lightning_ledger.ledger import Ledger
+from lightning_ledger.prices import PriceBook
+
+
+class PredictedGradients(Strategy):
+    """Mixin that makes a Lightning strategy estimate gradients from predictions; callbacks configure it.
+
+    Mixed into a strategy's bases before the strategy itself. It overrides the public hooks ``connect``, ``setup``,
+    ``training_step``, ``backward`` and ``optimizer_step``, and leaves everything else alone.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._prediction: tuple[Prediction, PredictionState] | None = None
+        self._correction: Correction | None = None
+        self._ledger: Ledger | None = None
+        self._unit_samples: int | None = None
+        self._estimator: GradientEstimator | None = None
+        self._evaluations = 0
+
+    # -------------------------------------------------------------------------------------- called by callbacks' setup
+
+    def predict_with(self, prediction: Prediction, state: PredictionState) -> None:
+        """Predict gradients so; called by ``GradientPrediction``."""
+        if self._prediction is not None:
+            raise MisconfigurationException(
+                "Two GradientPrediction callbacks are configured, and each would predict the same gradients. Keep one: "
+                "a fragment added with `callbacks+:` and the same callback in your own list make two."
+            )
+        self._prediction = prediction, state
+
+    def correct_with(self, correction: Correction) -> None:
+        """Correct predictions so; called by ``ControlVariate``."""
+        if self._correction is not None:
+            raise MisconfigurationException("Two ControlVariate callbacks are configured; keep one.")
+        self._correction = correction
+
+    def charge_to(self, ledger: Ledger, unit_samples: int | None) -> None:
+        """Charge this ledger for everything that runs; called by ``ComputeLedger``."""
+        self._ledger, self._unit_samples = ledger, unit_samples
+
+    def gradient_values(self, prices: PriceBook) -> dict[str, float]:
+        """The last batch's ``gpcv/*`` values, at these prices."""
+        return self._estimator.values(prices) if self._estimator is not None else {}
+
+    # ----------------------------------------------------------------------------------------------- Lightning's hooks
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """A new run begins, and callbacks will configure it."""
+        super().connect(model)
+        self._forget()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Refuse what cannot be trained rightly, then set up as the base strategy does."""
+        if trainer.state.fn != "fit":
+            super().setup(trainer)
+            return
+        module = self.lightning_module
+        assert module is not None
+        if self._prediction is None:
+            raise MisconfigurationException(_missing_prediction(self, trainer))
+        prediction, state = self._prediction
+        if self._correction is not None and prediction.exact == 0:
+            raise MisconfigurationException(
+                "ControlVariate corrects predictions by exact gradients; GradientPrediction(exact=0) computes none. "
+                "Set exact=1 or more, or drop ControlVariate to train on predictions alone."
+            )
+        refuse_unsupported(module, ())
+        super().setup(trainer)
+        refuse_unsupported(module, self.optimizers)
+        self._estimator = GradientEstimator(
+            module,
+            prediction,
+            state,
+            self._correction,
+            self._ledger,
+            self._unit_samples,
+            self.precision_plugin.train_step_context,
+        )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Submit the predictions and run the exact passes; the returned loss stands for the whole batch."""
+        if self._estimator is None:
+            return super().training_step(*args, **kwargs)
+        self._evaluations += 1
+        return self._estimator.forward(*args, *kwargs.values())
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Leave the estimate in ``.grad`` before ``on_after_backward`` fires."""
+        if self._estimator is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        module, precision = self.lightning_module, self.precision_plugin
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = precision.pre_backward(closure_loss, module)
+        precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self._estimator.backward()
+        closure_loss = precision.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Step as always, and notice an optimizer that does not evaluate its closure exactly once."""
+        self._evaluations = 0
+        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if self._estimator is None:
+            return result
+        if self._evaluations != 1:
+            name = type(getattr(optimizer, "optimizer", optimizer)).__qualname__
+            raise MisconfigurationException(
+                f"{name}.step evaluated its closure {self._evaluations} times; Lightning computes the gradient inside "
+                "that closure, so it must run exactly once a step. "
+                + (
+                    f"Make {name}.step call the closure it is given and step on the gradients it leaves."
+                    if not self._evaluations
+                    else "Use a first-order optimizer: each evaluation draws other exact micro-batches."
+                )
+            )
+        assert self._prediction is not None
+        self._prediction[1].steps += 1
+        return result
+
+
+def _missing_prediction(strategy: object, trainer: pl.Trainer) -> str:
+    callbacks = ", ".join(type(c).__name__ for c in trainer.callbacks) or "none"  # type: ignore[attr-defined]
+    return (
+        f"{type(strategy).__name__} needs the callback GradientPrediction, and it is not among the callbacks "
+        f"({callbacks}). Add lightning_ledger.callbacks.GradientPrediction(). With several config files, a later "
+        "file's `callbacks:` list replaces the earlier ones, so a fragment must come last: "
+        "`--config yours.yaml --config callbacks/gpcv.yaml` (it appends, with `callbacks+:`)."
+    )
+
+
+class PredictedGradientStrategy(PredictedGradients, SingleDeviceStrategy):
+    """Trains on one device from predicted gradients; the Trainer's accelerator chooses the device.
+
+    In Python ``Trainer(strategy=PredictedGradientStrategy())`` or ``strategy="predicted_gradients"``; in YAML
+
+        strategy:
+          class_path: lightning_ledger.strategies.PredictedGradientStrategy
+
+    Args:
+        device: only for use without a Trainer's accelerator; the Trainer overrides it.
+
+    Example:
+        >>> trainer = pl.Trainer(strategy=PredictedGradientStrategy(), accelerator="cpu", logger=False)
+        >>> trainer.strategy.root_device
+        device(type='cpu')
+    """
+
+    strategy_name = "predicted_gradients"
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device=device)
+        self._devices: list[torch.device] = []
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices that Lightning's connector chose: one."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        # The connector assigns its choice to a strategy that has this attribute and has no devices of its own.
+        devices = list(devices or [])
+        if len(devices) > 1:
+            raise MisconfigurationException(
+                f"{type(self).__name__} trains on one device, and the Trainer chose {len(devices)} ({devices}). Pass "
+                "Trainer(devices=1)."
+            )
+        self._devices = devices
+        if devices:
+            self._root_device = devices[0]
+
+
+if PredictedGradientStrategy.strategy_name not in StrategyRegistry.available_strategies():
+    StrategyRegistry.register(
+        PredictedGradientStrategy.strategy_name,
+        PredictedGradientStrategy,
+        description="One device; gradients predicted at low precision. Needs the GradientPrediction callback.",
+    )
