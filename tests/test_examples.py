@@ -174,9 +174,7 @@ def test_gpt_learns_text(tmp_path):
     L.seed_everything(0)
     data = TextDataModule(str(ROOT / "LICENSE"), context=32, batch_size=16, val_windows=16)
     model = ByteGPT(layers=1, heads=2, width=32, context=32, learning_rate=1e-2, warmup_steps=5)
-    trainer = quiet_trainer(
-        tmp_path, max_steps=60, max_epochs=-1, val_check_interval=20, check_val_every_n_epoch=None
-    )
+    trainer = quiet_trainer(tmp_path, max_steps=60, max_epochs=-1, val_check_interval=20, check_val_every_n_epoch=None)
     trainer.fit(model, data)
     assert trainer.callback_metrics["val_loss"] < 3.2  # ln 256 = 5.5 at the start
 
@@ -194,9 +192,7 @@ def test_hf_gpt2_learns_text(tmp_path):
     data = TextDataModule(str(ROOT / "LICENSE"), context=31, batch_size=16, val_windows=16)
     model = HFGPT2(layers=1, heads=2, width=32, context=32, learning_rate=1e-2)
     assert model.model.lm_head.weight is model.model.transformer.wte.weight
-    trainer = quiet_trainer(
-        tmp_path, max_steps=60, max_epochs=-1, val_check_interval=20, check_val_every_n_epoch=None
-    )
+    trainer = quiet_trainer(tmp_path, max_steps=60, max_epochs=-1, val_check_interval=20, check_val_every_n_epoch=None)
     trainer.fit(model, data)
     assert trainer.callback_metrics["val_loss"] < 3.4
 
@@ -238,9 +234,7 @@ def run_train_script(monkeypatch, tmp_path, *configs: Path) -> Path:
 def own_config(tmp_path) -> Path:
     """A stranger's configuration, with a callback of its own."""
     config = yaml.safe_load((ROOT / "examples" / "digits.yaml").read_text())
-    config["trainer"]["callbacks"] = config["trainer"]["callbacks"][
-        1:
-    ]  # no logger here, so no LearningRateMonitor
+    config["trainer"]["callbacks"] = config["trainer"]["callbacks"][1:]  # no logger here, so no LearningRateMonitor
     path = tmp_path / "theirs.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

@@ -118,8 +118,7 @@ def test_file_tells_the_run(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "mine"
     ledger = Ledger()
     assert (
-        ledger.attach(run, {"label": "gpcv int8", "config": {"lr": math.inf, "path": tmp_path}})
-        == run / "ledger.jsonl"
+        ledger.attach(run, {"label": "gpcv int8", "config": {"lr": math.inf, "path": tmp_path}}) == run / "ledger.jsonl"
     )
     train(ledger, 2)
     ledger.forward_flops = 200

@@ -134,8 +134,7 @@ LEAVES: list[Blueprint] = [
     lambda rows: [torch.tensor(row) for row in rows],
 ]
 SHARED: list[Blueprint] = [
-    constant(value)
-    for value in (None, 3, 2.5, True, "text", b"bytes", torch.tensor(7), np.float32(2), torch.Size([4]))
+    constant(value) for value in (None, 3, 2.5, True, "text", b"bytes", torch.tensor(7), np.float32(2), torch.Size([4]))
 ]
 
 
@@ -177,9 +176,7 @@ blueprints = st.recursive(st.sampled_from(LEAVES + SHARED), containers, max_leav
 
 @settings(max_examples=300, deadline=None)
 @given(blueprint=blueprints, samples=st.integers(5, ROWS), n=st.integers(1, 8))
-def test_micro_batches_equal_batches_built_from_their_rows(
-    blueprint: Blueprint, samples: int, n: int
-) -> None:
+def test_micro_batches_equal_batches_built_from_their_rows(blueprint: Blueprint, samples: int, n: int) -> None:
     def build(rows: Sequence[int]) -> dict[str, Any]:
         return {"anchor": TABLE[list(rows)], "tree": blueprint(rows)}
 
@@ -260,9 +257,7 @@ def test_rlinf1500_lists_and_tensors_share_one_boundary_plan() -> None:
         ({"x": torch.zeros(8), "size": (224, 224)}, r"batch\['size'\]", 2, 8),
     ],
 )
-def test_rlinf1500_length_mismatch_names_the_key_path(
-    batch: Any, path: str, found: int, expected: int
-) -> None:
+def test_rlinf1500_length_mismatch_names_the_key_path(batch: Any, path: str, found: int, expected: int) -> None:
     with pytest.raises(ValueError, match=rf"{path}.* {found}\b.*split_fn") as error:
         Splitter().split(batch, 2)
     assert f"where {expected} were expected" in str(error.value)

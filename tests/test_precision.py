@@ -210,9 +210,7 @@ def test_a_product_is_the_product_of_its_rounded_operands(
 
 
 @every_device
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (1, 8, 8), (16, 40, 24), (17, 33, 7), (24, 13, 16), (300, 129, 65)]
-)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 8), (16, 40, 24), (17, 33, 7), (24, 13, 16), (300, 129, 65)])
 def test_pt_pr178469_int_mm_pads_short_rows(device: str, shape: tuple[int, int, int]) -> None:
     m, k, n = shape
     noise = Generator().manual_seed(0)
@@ -258,15 +256,11 @@ def test_a_format_says_what_it_is_on_this_machine(device: str, fmt: Format) -> N
 
 
 def test_errors_teach() -> None:
-    with pytest.raises(
-        ValueError, match=r"format='int' is not a number format. Did you mean format='int8'\?"
-    ):
+    with pytest.raises(ValueError, match=r"format='int' is not a number format. Did you mean format='int8'\?"):
         Lowering("int")
     with pytest.raises(ValueError, match="Known formats: fp32, bf16, int8, fp8, int4"):
         get_format("posit")
-    with pytest.raises(
-        ValueError, match="rounding='up' is not a way of rounding; use 'nearest' or 'stochastic'"
-    ):
+    with pytest.raises(ValueError, match="rounding='up' is not a way of rounding; use 'nearest' or 'stochastic'"):
         Lowering("int8", rounding="up")
     with pytest.raises(ValueError, match="dim=0: a matrix product contracts dim=-1"):
         get_format("int8").quantize(rand(2, 2), dim=0)

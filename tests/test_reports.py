@@ -38,9 +38,7 @@ def write_run(
             ledger.charge("scarce/forward", Work(flops=FORWARD * exact, samples=2 * exact))
             ledger.charge("scarce/backward", Work(flops=2 * FORWARD * exact, samples=2 * exact))
             flops = {"int8": 3 * FORWARD * predicted}
-            ledger.charge(
-                "fleet/prediction", Work(flops_by_format=flops, samples=2 * predicted, passes=predicted)
-            )
+            ledger.charge("fleet/prediction", Work(flops_by_format=flops, samples=2 * predicted, passes=predicted))
             ledger.charge("transfer/gradients", Work(bytes=10**9 * predicted))
             ledger.end_step()
         ledger.charge("scarce/validation", Work(flops=FORWARD * 7))
@@ -147,9 +145,7 @@ def test_one_unit_for_all_runs(tmp_path: Path, billing: str) -> None:
     # costs .05 of a forward of its own run, which is two of the common ones.
     assert row.tiers["scarce"] == pytest.approx(3)
     assert row.tiers["transfer"] == pytest.approx(2)
-    assert row.tiers["fleet"] == pytest.approx(
-        6 * 0.05 if billing == "per_forward_equivalent" else 2 * 0.05 * 2
-    )
+    assert row.tiers["fleet"] == pytest.approx(6 * 0.05 if billing == "per_forward_equivalent" else 2 * 0.05 * 2)
 
 
 def test_lost_work_is_in_the_total_and_lost_predictions_make_no_exact_run(tmp_path: Path) -> None:

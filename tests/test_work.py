@@ -17,10 +17,7 @@ from tests.ledger_runs import (
 
 
 def test_work_is_a_unit_of_its_own() -> None:
-    assert (
-        Work(flops_by_format={"unlabelled": 600, "int8": 600}, samples=8, tokens=80, passes=2)
-        == EXACT + PREDICTED
-    )
+    assert Work(flops_by_format={"unlabelled": 600, "int8": 600}, samples=8, tokens=80, passes=2) == EXACT + PREDICTED
     assert (EXACT + PREDICTED).flops == 1200
     assert 3 * EXACT == EXACT * 3 == EXACT + EXACT + EXACT
     assert EXACT + PREDICTED - PREDICTED == EXACT  # flops_by_format is empty again

@@ -80,13 +80,13 @@ class GradientPrediction(pl.Callback):
                 f"exact={exact} is more than microbatches={microbatches}: only micro-batches of the batch can be "
                 "exact. Raise microbatches, or set exact=microbatches for exact training."
             )
-        self.seed = seed
         self.prediction = Prediction(
             format=format,
             rounding=rounding,
             microbatches=microbatches,
             exact=exact,
             refresh_every=refresh_every,
+            seed=seed,
             weights=weights,
             split_fn=split_fn,
             check_separable=check_separable,
@@ -111,7 +111,7 @@ class GradientPrediction(pl.Callback):
                 "gpcv/microbatches": p.microbatches,
                 "gpcv/exact": p.exact,
                 "gpcv/refresh_every": p.refresh_every,
-                "gpcv/seed": self.seed,
+                "gpcv/seed": p.seed,
                 "gpcv/weights": repr(p.weights),
             },
         )

@@ -27,7 +27,7 @@ from lightning_ledger.fleet import Fleet, InProcessFleet, Job, Predictions
 from lightning_ledger.flops import FlopCounter
 from lightning_ledger.ledger import Ledger
 from lightning_ledger.microbatches import MicroBatch, Splitter, draw_control, draw_seeds, make_microbatches
-from lightning_ledger.precision import Lowering
+from lightning_ledger.precision import Lowering, derive_seed
 from lightning_ledger.predictors import EagerPredictor
 from lightning_ledger.prices import PriceBook
 from lightning_ledger.program import Context, seeded, training_loss
@@ -293,17 +293,17 @@ class GradientEstimator:
     def _check(self, batch: Any, microbatches: Sequence[MicroBatch], arguments: Sequence[Any]) -> None:
         """What needs a batch to be seen: training-mode BatchNorm, and losses that no split leaves alone."""
         p = self.prediction
-        if not p.allow_batchnorm:
-            refuse_batchnorm(self.module)
-        done = True
-        if p.check_separable and p.microbatches > 1:
-            coarse = make_microbatches(batch, max(1, len(microbatches) // 2), self._splitter, p.weights)
-            counter = FlopCounter()
-            with counter:
-                done = check_separable(self.module, coarse, microbatches, arguments, self._context)
+        if self._fleet is None:  # the very first batch
+            if not p.allow_batchnorm:
+                refuse_batchnorm(self.module)
+            rank_zero_info(self._splitter.describe())
+        if not p.check_separable or p.microbatches == 1:
+            self._checked = True
+        elif len(microbatches) > 1:
+            coarse = make_microbatches(batch, len(microbatches) // 2, self._splitter, p.weights)
+            with FlopCounter() as counter:
+                self._checked = check_separable(self.module, coarse, microbatches, arguments, self._context)
             self._books.charge("setup/checks", counter.counts().work())
-        rank_zero_info(self._splitter.describe())
-        self._checked = done
 
     def _trainable(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -342,7 +342,7 @@ class GradientEstimator:
             if due or state.weights is None or list(state.weights) != list(live):
                 state.weights = {name: p.detach().clone().requires_grad_() for name, p in live.items()}
             weights = {name: w.to(live[name].device) for name, w in state.weights.items()}
-        for account, work in self._fleet.refresh(weights, seed=state.steps).items():
+        for account, work in self._fleet.refresh(weights, derive_seed(self.prediction.seed, state.steps)).items():
             self._books.charge(account, work)
         self._refreshed_at = state.steps
 

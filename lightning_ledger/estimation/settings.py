@@ -22,6 +22,7 @@ class Prediction:
     microbatches: int = 8
     exact: int = 1
     refresh_every: int = 1
+    seed: int = 0
     weights: WeightSpec = "samples"
     split_fn: Callable[[Any, int], Sequence[Any]] | None = None
     check_separable: bool = True

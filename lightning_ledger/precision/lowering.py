@@ -16,13 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, UntypedStorage
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ledger.precision.formats import Format, Identity, Operand, get_format
@@ -75,8 +73,8 @@ class Lowering:
         """Declare which tensors are weights: each is rounded once per kind of use, again only after a change.
 
         Views of a weight are recognised by its storage; casts of it (autocast's) are not weights. Rounded
-        weights are dropped at the next refresh, when the weight is written to, and when any optimizer steps.
-        A write that torch does not record, through ``.data``, needs a refresh.
+        weights are dropped at the next refresh, and when torch records a write to the weight. Fused optimizers
+        and writes through ``.data`` leave no such record: refresh after every optimizer step.
 
         Args:
             weights: parameters, or copies of them; they are kept alive until the next refresh.
@@ -129,10 +127,17 @@ class _LoweringMode(TorchDispatchMode):
             self._weights = _Weights()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         rule = _RULES.get(func)
-        if rule is None or not _applies(func, args):
-            return func(*args, **(kwargs or {}))
-        return rule(self, *args, **(kwargs or {}))
+        if rule is not None and _applies(func, args):
+            return rule(self, *args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            # Without autograd, composite operations such as linear arrive whole; their parts come back here.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)
 
     def operand(self, x: Tensor, dim: int) -> Operand:
         """``x`` rounded for a product that contracts ``dim``; a weight may come from the cache."""
@@ -157,15 +162,13 @@ class _Weights:
 
     def __init__(self, weights: Iterable[Tensor] = (), seed: int = 0) -> None:
         self._seed = seed
-        self._forms: dict[tuple[object, ...], tuple[tuple[int, int], Operand]] = {}
+        self._forms: dict[tuple[object, ...], tuple[int, Operand]] = {}
         # The storages are held so that no activation can be given the address of a weight that was freed.
         self._storages: dict[int, tuple[int, UntypedStorage]] = {}
         for weight in weights:
             storage = weight.untyped_storage()
             if storage.data_ptr():  # a meta tensor has none
                 self._storages.setdefault(storage.data_ptr(), (len(self._storages), storage))
-        if self._storages:
-            _count_optimizer_steps()
 
     def identify(self, x: Tensor, dim: int) -> tuple[object, ...] | None:
         """Which weight, which view of it and which axis; None if ``x`` is no weight."""
@@ -179,27 +182,11 @@ class _Weights:
 
     def recall(self, identity: tuple[object, ...], x: Tensor, quantize: Callable[..., Operand]) -> Operand:
         """The rounded form; unless up to date, from ``quantize``, which is told what the noise depends on."""
-        # Fused optimizers write to weights without advancing their version, hence the count of steps.
-        stamp = (x._version, _steps)
         known = self._forms.get(identity)
-        if known is None or known[0] != stamp:
-            known = stamp, quantize("weight", self._seed, *identity)
+        if known is None or known[0] != x._version:
+            known = x._version, quantize("weight", self._seed, *identity)
             self._forms[identity] = known
         return known[1]
-
-
-_steps = 0
-
-
-@cache
-def _count_optimizer_steps() -> None:
-    """Count, from the first call on, the steps of every optimizer in the process."""
-
-    def count(*_: object) -> None:
-        global _steps
-        _steps += 1
-
-    register_optimizer_step_post_hook(count)
 
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
