@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback
     from lightning.pytorch.cli import LightningCLI
 
     from lightning_ledger.prices import PriceBook
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{command}: {' '.join(str(error).split())}")
 
 
-def train(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> LightningCLI:
+def train(arguments: Sequence[str]) -> LightningCLI:
     """Run one of LightningCLI's commands in this process.
 
     Classes may be named from modules in the current folder. The strategies and callbacks of this package are
@@ -89,7 +88,6 @@ def train(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> Light
 
     Args:
         arguments: the command and its options, such as `["fit", "--config", "run.yaml"]`.
-        callbacks: further callbacks for this run alone, beside those of its configuration.
 
     Returns:
         The LightningCLI, with the finished `trainer`, `model` and `datamodule`.
@@ -110,7 +108,6 @@ def train(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> Light
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
-            trainer_defaults={"callbacks": list(callbacks)},
         )
     finally:
         sys.argv = own_argv
@@ -135,6 +132,8 @@ def _compare(options: Sequence[str]) -> int:
     add("--png", type=str, metavar="FILE", help="plot the metric against the cost there")
     chosen = parser.parse_args(list(options))
 
+    from rich.console import Console
+
     from lightning_ledger import reports
 
     comparison = reports.compare(
@@ -147,7 +146,8 @@ def _compare(options: Sequence[str]) -> int:
         return 0
     if chosen.json is not None:
         Path(chosen.json).write_text(json.dumps(comparison.to_dict(), indent=2) + "\n", encoding="utf-8")
-    reports.render(comparison)
+    # The table needs more than the 80 columns that rich assumes of a file or a pipe.
+    reports.render(comparison, Console(width=None if sys.stdout.isatty() else 110))
     return 0
 
 

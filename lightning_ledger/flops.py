@@ -2,7 +2,8 @@
 
 Counting happens at the level of aten operations, on the shapes the model really multiplies: padding that a kernel
 adds for itself is invisible here. The formulas are PyTorch's own (``torch.utils.flop_counter``); this module adds
-those it lacks on CPU (attention, LSTM, integer products) and names the heavy operations that stay uncounted.
+those it lacks (attention, LSTM and integer products on CPU) or has wrong (the backward of grouped convolutions), and
+names the heavy operations that stay uncounted.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ FORMAT_OF_DTYPE = {
 }
 
 # An operation with such a name does work that grows faster than its operands: leaving it out would be a wrong bill.
-_HEAVY = re.compile(r"(attention|conv|rnn|lstm|gru|matmul|linear|(^|_)(b|add|badd)?b?mm|fft|linalg|cdist|solve)")
-_LIGHT = re.compile(r"(pool|unfold|shape|view|size|is_|_stack)")
+_HEAVY = re.compile(
+    r"(attention|transformer|conv|rnn|lstm|gru|matmul|linear|(^|_)(b|add|badd)?b?mm|fft|linalg|cdist|solve)"
+)
+_LIGHT = re.compile(r"(pool|unfold|shape|view|size|is_|_stack|upsample|vector_norm|linalg_cross|fused_(gru|lstm)_cell)")
 _AUTHORED_BY_TORCH = {
     "aten",
     "prim",
@@ -57,6 +60,14 @@ def _attention_backward(query: Tensor, key: Tensor, value: Tensor) -> int:
     return 2 * batch * heads * rows * key.shape[-2] * (3 * depth + 2 * value.shape[-1])
 
 
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> int:
+    # One convolution's worth for each of the two gradients that is wanted. PyTorch's own formula counts that of the
+    # weight as if there were one group.
+    *_, transposed, _, _, (wants_x, wants_weight, _) = rest
+    positions = (x if transposed else grad)[0, 0].numel()
+    return 2 * x.shape[0] * positions * weight.numel() * (int(wants_x) + int(wants_weight))
+
+
 def _int_mm(a: Tensor, b: Tensor) -> int:
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
@@ -74,12 +85,13 @@ def _cudnn_weights(weights: Sequence[Tensor]) -> list[Tensor]:
     return [w for w in weights if w.dim() == 2]
 
 
-# name of the operation -> FLOPs from its arguments, for the operations PyTorch's own table does not know.
+# name of the operation -> FLOPs from its arguments, ahead of PyTorch's own table.
 EXTRA_FORMULAS: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: _attention_forward(q, k, v),
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: _attention_backward(q, k, v),
     "_scaled_dot_product_fused_attention_overrideable": lambda q, k, v, *_: _attention_forward(q, k, v),
     "_scaled_dot_product_fused_attention_overrideable_backward": lambda g, q, k, v, *_: _attention_backward(q, k, v),
+    "convolution_backward": _convolution_backward,
     "_int_mm": lambda a, b, *_: _int_mm(a, b),
     "mv": lambda m, *_: _matrix_vector(m),
     "addmv": lambda _, m, *__: _matrix_vector(m),

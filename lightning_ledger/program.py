@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,6 +69,19 @@ def training_loss(output: Any, module: pl.LightningModule) -> Tensor | None:
     )
 
 
+def refuse_detached(loss: Tensor, module: pl.LightningModule) -> None:
+    """Refuse a loss that no gradient can be computed of.
+
+    Raises:
+        MisconfigurationException: naming the training step it came from.
+    """
+    if not loss.requires_grad:
+        raise MisconfigurationException(
+            f"The loss of {type(module).__qualname__}.training_step depends on no trainable parameter: it was "
+            "detached, or computed under torch.no_grad(). Return the loss with its graph."
+        )
+
+
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Run with every global generator seeded, and leave each exactly where it was.
@@ -104,32 +118,73 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def _remember(owner: nn.Module) -> Callable[[], None]:
     """Snapshot an object's own Python attributes; the returned function puts them back, in place where it can."""
-    saved: dict[str, tuple[Any, Any]] = {}
-    for name, value in owner.__dict__.items():
-        if name in _MODULE_INTERNALS:
-            continue
-        if isinstance(value, Tensor):
-            saved[name] = (value, value.detach().clone())
-        else:
-            saved[name] = (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
+    saved = {name: value for name, value in owner.__dict__.items() if name not in _MODULE_INTERNALS}
+    seen: set[int] = set()
+    contents = [restore for value in saved.values() for restore in _remember_content(value, seen)]
 
     def restore() -> None:
         for name in owner.__dict__.keys() - saved.keys() - _MODULE_INTERNALS:
             del owner.__dict__[name]
-        for name, (value, content) in saved.items():
-            if isinstance(value, Tensor):
-                if not torch.equal(value, content):
-                    with torch.no_grad():
-                        value.copy_(content)
-            elif isinstance(value, (dict, set)):
-                value.clear()
-                value.update(content)
-            elif isinstance(value, (list, deque)):
-                value.clear()
-                value.extend(content)
-            owner.__dict__[name] = value
+        for restore_content in contents:
+            restore_content()
+        owner.__dict__.update(saved)
 
     return restore
+
+
+def _remember_content(value: Any, seen: set[int]) -> Iterator[Callable[[], None]]:
+    """Functions that put back what is in a tensor or a container now, and in the containers inside it.
+
+    Tensors in lists stay out: outputs collected over an epoch would be copied again in every prediction.
+    """
+    if not isinstance(value, (Tensor, *_CONTAINERS)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield functools.partial(_put_back, value, value.detach().clone())
+        return
+    content = copy.copy(value)
+    yield functools.partial(_refill, value, content)
+    if isinstance(value, set):
+        return
+    for item in content.values() if isinstance(content, dict) else content:
+        if not isinstance(item, Tensor) or isinstance(content, dict):
+            yield from _remember_content(item, seen)
+
+
+def _put_back(tensor: Tensor, content: Tensor) -> None:
+    if not torch.equal(tensor, content):
+        with torch.no_grad():
+            tensor.copy_(content)
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, (dict, set)):
+        container.update(content)
+    else:
+        container.extend(content)
+
+
+@contextlib.contextmanager
+def unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Put a module's buffers back, rebound ones too; for code that runs the module itself, outside its training.
+
+    Args:
+        module: the module whose buffers are kept.
+    """
+    saved = [
+        (layer, name, buffer, buffer.detach().clone())
+        for layer in module.modules()
+        for name, buffer in layer._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for layer, name, buffer, content in saved:
+            _put_back(buffer, content)
+            layer._buffers[name] = buffer
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -141,8 +196,8 @@ def without_side_effects(module: pl.LightningModule) -> Iterator[None]:
     """Silence a LightningModule: what runs inside leaves no log, no metric update, no new attribute.
 
     ``self.log``, ``self.log_dict`` and ``self.print`` do nothing; ``self.logger`` is a dummy; torchmetrics work but
-    forget; lists, dicts, tensors and numbers kept as attributes of a LightningModule are put back. Metrics held
-    outside the module tree cannot be seen and are not protected.
+    forget; lists, dicts, tensors and numbers kept as attributes of a LightningModule are put back, nested ones too.
+    Metrics held outside the module tree cannot be seen and are not protected.
 
     Args:
         module: the user's module, attached to a Trainer or not.
@@ -220,11 +275,7 @@ class _Step(nn.Module):
             return None
         if counter is not None:
             counter.phase = "backward"
-        if not loss.requires_grad:
-            raise MisconfigurationException(
-                f"The loss of {type(self.module).__qualname__}.training_step depends on no trainable parameter: it "
-                "was detached, or computed under torch.no_grad(). Return the loss with its graph."
-            )
+        refuse_detached(loss, self.module)
         return loss.detach(), torch.autograd.grad(loss, tuple(wanted), allow_unused=True)
 
 
@@ -293,5 +344,11 @@ def count_in_shadow(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` was applied to the module or a part of it."""
-    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in module.modules())
+    """Whether ``torch.compile`` was applied to the module or a part of it.
+
+    A LightningModule that went through ``Trainer.fit(torch.compile(module))`` keeps the compiler in an attribute.
+    """
+    return any(
+        hasattr(m, "_orig_mod") or m._compiled_call_impl is not None or getattr(m, "_compiler_ctx", None)
+        for m in module.modules()
+    )

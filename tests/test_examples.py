@@ -14,12 +14,14 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import WandbLogger
 
 from examples import demo
 from examples.digits import DigitsClassifier, DigitsDataModule
 from examples.gpt import ByteGPT
 from examples.hf_gpt2 import HFGPT2
 from examples.text import TextDataModule
+from lightning_ledger.strategies import PredictedGradientStrategy
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs" / "demo"
@@ -174,7 +176,7 @@ def test_gpt_learns_text(tmp_path):
     L.seed_everything(0)
     data = TextDataModule(str(ROOT / "LICENSE"), context=32, batch_size=16, val_windows=16)
     model = ByteGPT(layers=1, heads=2, width=32, context=32, learning_rate=1e-2, warmup_steps=5)
-    trainer = quiet_trainer(tmp_path, max_steps=60, max_epochs=-1, val_check_interval=20, check_val_every_n_epoch=None)
+    trainer = quiet_trainer(tmp_path, max_steps=200, max_epochs=-1, val_check_interval=20, check_val_every_n_epoch=None)
     trainer.fit(model, data)
     assert trainer.callback_metrics["val_loss"] < 3.2  # ln 256 = 5.5 at the start
 
@@ -259,7 +261,7 @@ def test_fragments_add_to_a_strangers_callbacks(monkeypatch, tmp_path, own_confi
 @pytest.mark.parametrize("fragment", FRAGMENTS)
 def test_fragments_work_where_a_stranger_has_no_callbacks(monkeypatch, fragment):
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    settings = ["--trainer.accelerator=cpu", "--trainer.logger=false"]
+    settings = ["--seed_everything=0", "--trainer.accelerator=cpu", "--trainer.logger=false"]
     cli = LightningCLI(
         DigitsClassifier,
         DigitsDataModule,
@@ -268,6 +270,15 @@ def test_fragments_work_where_a_stranger_has_no_callbacks(monkeypatch, fragment)
     )
     names = [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert [name for name in names if name in FRAGMENTS["gpcv"]] == FRAGMENTS[fragment]
+
+
+def test_wandb_fragment_makes_an_offline_logger(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    config, save_dir = ROOT / "configs" / "wandb.yaml", f"--trainer.logger.init_args.save_dir={tmp_path}"
+    args = ["--seed_everything=0", f"--config={config}", save_dir]
+    cli = LightningCLI(DigitsClassifier, DigitsDataModule, run=False, args=args)
+    assert isinstance(cli.trainer.logger, WandbLogger)
+    assert cli.trainer.logger._offline
 
 
 def test_pl15256_fragment_before_their_config_is_refused(monkeypatch, tmp_path, own_config):
@@ -280,34 +291,49 @@ def test_pl15256_fragment_before_their_config_is_refused(monkeypatch, tmp_path, 
 
 def test_demo_arms_do_what_their_names_say(monkeypatch):
     monkeypatch.chdir(ROOT)
-    efforts = {name: demo.Arm.read(name).seconds_per_step for name in demo.ARMS}
-    # In exact micro-batch passes; a prediction counts twice: 16 of them, and one exact micro-batch.
+    efforts = {name: demo.Arm.read(name).step_effort for name in demo.ARMS}
+    # In exact micro-batch passes; a prediction counts 1.75: 16 of them make 28.
     assert efforts == {
         "exact-1": 1.0,
         "exact-4": 4.0,
         "exact-16": 16.0,
-        "predicted-int4": 32.0,
-        "mixed-int4": 33.0,
-        "gpcv-int8": 33.0,
-        "gpcv-int4": 33.0,
+        "predicted-int4": 28.0,
+        "mixed-int4": 29.0,
+        "gpcv-int8": 29.0,
+        "gpcv-int4": 29.0,
     }
     assert {path.stem for path in CONFIGS.glob("*.yaml")} >= {*demo.ARMS, "base"}
+
+
+@pytest.mark.parametrize("name", demo.ARMS)
+def test_demo_configurations_build_the_trainer_they_describe(monkeypatch, name):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["lightning-ledger"])
+    configs = ["--config", str(CONFIGS / "base.yaml"), "--config", str(CONFIGS / f"{name}.yaml")]
+    cli = LightningCLI(subclass_mode_model=True, subclass_mode_data=True, run=False, args=configs)
+    stack = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    expected = {"exact": "ledger", "gpcv": "gpcv"}.get(name.partition("-")[0], "predicted")
+    assert [callback for callback in stack if callback in FRAGMENTS["gpcv"]] == FRAGMENTS[expected]
+    assert isinstance(cli.trainer.strategy, PredictedGradientStrategy) == (expected != "ledger")
 
 
 def test_demo_arms_of_16_take_equally_many_steps_and_validate_at_their_end(monkeypatch):
     monkeypatch.chdir(ROOT)
     arms = [demo.Arm.read(name) for name in demo.ARMS]
-    assert len({arm.steps for arm in arms if arm.seconds_per_step >= 16}) == 1
+    assert len({arm.steps for arm in arms if arm.step_effort >= 16}) == 1
     for arm in arms:
         assert arm.steps % arm.validate_every == 0
-        assert 10 <= arm.steps // arm.validate_every <= 12
+        assert 20 <= arm.steps // arm.validate_every <= 36
 
 
-def test_demo_scale_shortens_and_keeps_the_number_of_validations(monkeypatch):
+@pytest.mark.parametrize("name", demo.ARMS)
+@pytest.mark.parametrize("scale", [0.5, 0.1, 0.001])
+def test_demo_scale_shortens_and_still_ends_with_a_validation(monkeypatch, name, scale):
     monkeypatch.chdir(ROOT)
-    whole, tenth = demo.Arm.read("exact-16"), demo.Arm.read("exact-16", scale=0.1)
-    assert tenth.steps // tenth.validate_every == whole.steps // whole.validate_every
-    assert tenth.steps < whole.steps / 4
+    whole, part = demo.Arm.read(name), demo.Arm.read(name, scale)
+    assert part.steps == pytest.approx(whole.steps * scale, abs=part.validate_every)
+    assert part.steps % part.validate_every == 0
+    assert part.steps >= part.validate_every >= 1
 
 
 def test_demo_prefers_any_number_to_a_diverged_run_and_widens_past_an_edge():
@@ -326,7 +352,7 @@ def test_demo_prefers_any_number_to_a_diverged_run_and_widens_past_an_edge():
 def test_demo_says_how_to_make_a_missing_table(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(demo, "RATES", tmp_path / "none.yaml")
-    assert demo.run(["exact-1"], 0.05, tmp_path, 1.0) == 2
+    assert demo.run(["exact-1"], 0.05, tmp_path, 1.0, 1) == 2
     assert "make tune" in capsys.readouterr().err
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -79,6 +78,7 @@ class ComputeLedger(pl.Callback):
         self._trainer: pl.Trainer | None = None
         self._foreign = True
         self._stepped = 0
+        self._pending: tuple[pl.LightningModule, Any] | None = None  # the batch in training, until it is charged
         self._warned: set[str] = set()
         self._known_metrics: set[str] = set()
 
@@ -86,7 +86,7 @@ class ComputeLedger(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Find out who runs the steps."""
-        doubles = Counter(type(c) for c in trainer.callbacks)[type(self)]  # type: ignore[attr-defined]
+        doubles = sum(isinstance(c, ComputeLedger) for c in trainer.callbacks)  # type: ignore[attr-defined]
         if doubles > 1:
             raise MisconfigurationException(
                 f"{doubles} ComputeLedger callbacks are configured; each would charge the same work. Keep one: a "
@@ -136,6 +136,7 @@ class ComputeLedger(pl.Callback):
     ) -> None:
         """Start metering, if the strategy does not."""
         if self._foreign and self._meter is not None:
+            self._pending = pl_module, batch
             self._meter.start(trainer, pl_module, batch, batch_idx)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
@@ -152,16 +153,17 @@ class ComputeLedger(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Charge the batch, close the step if the optimizer stepped, and log."""
-        assert self._meter is not None
-        if self._foreign:
-            skipped = pl_module.automatic_optimization and not outputs
-            flops = self._meter.end(pl_module, batch, skipped)
-            if self.ledger.forward_flops is None and any(flops.forward.values()):
-                self.ledger.forward_flops = flops.forward_equivalent(
-                    self._meter.samples(batch), self.microbatch_samples
-                )
+        if self._pending is not None:
+            self._charge_batch(pl_module, batch)
         self._close_step(trainer)
         log_values(pl_module, self.values())
+
+    def _charge_batch(self, module: pl.LightningModule, batch: Any) -> None:
+        assert self._meter is not None
+        self._pending = None
+        flops = self._meter.end(module, batch)
+        if self.ledger.forward_flops is None and any(flops.forward.values()):
+            self.ledger.forward_flops = flops.forward_equivalent(self._meter.samples(batch), self.microbatch_samples)
 
     def _close_step(self, trainer: pl.Trainer) -> None:
         # A real optimizer step, whatever the accumulation; several optimizers stepping in one batch are one.
@@ -221,7 +223,7 @@ class ComputeLedger(pl.Callback):
         values = self.values()
         if values and trainer.state.fn == "fit" and not trainer.sanity_checking:
             total = torch.tensor(values["ledger/total"], dtype=torch.float64)
-            pl_module.log("ledger/total", total, on_step=False, on_epoch=True, batch_size=1)
+            pl_module.log("ledger/total", total, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the metrics that exist: the new ones after it are the validation's."""
@@ -245,14 +247,15 @@ class ComputeLedger(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let go of a batch that on_train_batch_start skipped."""
+        self._pending = None
         if self._meter is not None:
             self._meter.stop()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop counting, and leave on disk what was spent."""
+        """Stop counting, and close the file: Lightning tears no callback down after an error."""
         if self._meter is not None:
             self._meter.stop()
-        self.ledger.flush()
+        self.ledger.close()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Close the file."""
@@ -261,8 +264,11 @@ class ComputeLedger(pl.Callback):
         self.ledger.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger: totals and steps. A step whose optimizer has stepped is complete, whichever callback saves."""
+        """The ledger: totals and steps, with each batch that Lightning will not run again, whichever callback saves."""
         if self._trainer is not None and self._trainer.training:
+            progress = self._trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
+            if self._pending is not None and progress["processed"] == progress["ready"]:
+                self._charge_batch(*self._pending)
             self._close_step(self._trainer)
         return self.ledger.state_dict()
 

@@ -33,7 +33,8 @@ class GradientPrediction(pl.Callback):
         rounding: ``"nearest"``, or ``"stochastic"``: unbiased rounding, where the hardware has it.
         microbatches: n, micro-batches a batch is cut into (fewer where a batch has fewer samples).
         exact: k, how many of them get an exact gradient; 0 trains on predictions only, ``microbatches`` as stock
-            Lightning does.
+            Lightning does. Exact passes alone log, update metrics and return extras: with 0 there are none of these,
+            and ``gpcv/loss`` is the loss to watch.
         refresh_every: optimizer steps between refreshes of the predictor's weights; above 1 predictions are stale.
         seed: of the private generator that draws C, dropout and rounding seeds.
         weights: what the loss averages over: ``"samples"``, ``TokenWeights(...)``, a function of a micro-batch, or
@@ -97,6 +98,7 @@ class GradientPrediction(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Configure the strategy."""
         if stage == "fit":
+            self.state.checked = False  # it may be another module; a checkpoint of this run says better, later
             predicting_strategy(trainer, self).predict_with(self.prediction, self.state)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -131,6 +133,7 @@ class GradientPrediction(pl.Callback):
             "schema": self.SCHEMA,
             "generator": state.generator.get_state(),
             "steps": state.steps,
+            "checked": state.checked,
             "weights": None if state.weights is None else dict(state.weights),
         }
 
@@ -138,6 +141,6 @@ class GradientPrediction(pl.Callback):
         """Continue where the checkpoint was."""
         state = checked_state(state_dict, self.KIND, self.SCHEMA)
         self.state.generator.set_state(state["generator"].cpu())
-        self.state.steps = state["steps"]
+        self.state.steps, self.state.checked = state["steps"], state["checked"]
         weights = state["weights"]
         self.state.weights = None if weights is None else {n: w.requires_grad_() for n, w in weights.items()}

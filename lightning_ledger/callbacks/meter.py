@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_ledger.flops import FlopCounter, StepFlops
 from lightning_ledger.ledger import Ledger
@@ -36,7 +38,7 @@ class StepMeter:
         self._splitter = Splitter()
         self._counted: dict[Hashable, StepFlops] = {}
         self._counter: FlopCounter | None = None
-        self._active = False
+        self._running = contextlib.ExitStack()
         self._backward = False
 
     def start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -66,13 +68,12 @@ class StepMeter:
         if module.automatic_optimization:
             self.stop()
 
-    def end(self, module: pl.LightningModule, batch: Any, skipped: bool) -> StepFlops:
+    def end(self, module: pl.LightningModule, batch: Any) -> StepFlops:
         """The batch is done: charge it.
 
         Args:
             module: the user's module.
             batch: the batch.
-            skipped: whether training_step returned None under automatic optimization.
 
         Returns:
             What the batch took.
@@ -88,7 +89,7 @@ class StepMeter:
             flops = self._counted[key]
         samples, tokens = self.samples(batch), self._tokens.count(batch) if self._tokens else 0
         forward = flops.work("forward", passes=1, samples=samples, tokens=tokens)
-        if skipped:
+        if module.automatic_optimization and not self._backward:  # training_step returned None
             self._ledger.charge("waste/skipped_step", forward)
             return flops
         self._ledger.charge("scarce/forward", forward)
@@ -97,10 +98,12 @@ class StepMeter:
         return flops
 
     def start_validation(self, module: pl.LightningModule, batch: Any) -> None:
-        """A validation batch begins."""
+        """A validation batch begins. A compiled module runs the first of each shape eagerly, to be seen."""
         self.stop()
         self._counter = None
-        if ("validation", shape_key(batch)) not in self._counted and not is_compiled(module):
+        if ("validation", shape_key(batch)) not in self._counted:
+            if is_compiled(module):
+                self._running.enter_context(torch.compiler.set_stance("force_eager"))
             self._enter()
 
     def end_validation(self, batch: Any) -> None:
@@ -109,16 +112,12 @@ class StepMeter:
         key = ("validation", shape_key(batch))
         if self._counter is not None:
             self._keep(key, self._counter)
-        flops = self._counted.get(key)
-        if flops is None:  # compiled: charge it as a training forward on the same shapes, if one was counted
-            flops = next((f for k, f in self._counted.items() if k[0] == shape_key(batch)), StepFlops({}, {}))  # type: ignore[index]
-        self._ledger.charge("scarce/validation", flops.work("forward", passes=1, samples=self.samples(batch)))
+        flops = self._counted[key].work("forward", passes=1, samples=self.samples(batch))
+        self._ledger.charge("scarce/validation", flops)
 
     def stop(self) -> None:
         """Stop counting, wherever the step was left."""
-        if self._active and self._counter is not None:
-            self._counter.__exit__(None, None, None)
-        self._active = False
+        self._running.close()
 
     def samples(self, batch: Any) -> int:
         """Samples in the batch, 0 where its structure does not tell."""
@@ -128,9 +127,7 @@ class StepMeter:
             return 0
 
     def _enter(self) -> None:
-        self._counter = FlopCounter()
-        self._counter.__enter__()
-        self._active = True
+        self._counter = self._running.enter_context(FlopCounter())
 
     def _keep(self, key: Hashable, counter: FlopCounter) -> None:
         self._counted[key] = counter.counts()

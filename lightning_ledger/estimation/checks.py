@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ledger.microbatches import MicroBatch
-from lightning_ledger.program import Context, seeded, training_loss, without_side_effects
+from lightning_ledger.program import Context, seeded, training_loss, unchanged_buffers, without_side_effects
 
 # Of a loss: float32 sums of a few thousand terms differ by about 1e-6, low-precision autocast by about 1e-2.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
@@ -113,9 +113,10 @@ def check_separable(
     modes = {layer: layer.training for layer in module.modules()}
     try:
         module.eval()
-        whole = sum(part.weight * float(loss(part)) for part in coarse)
-        parts = [loss(part) for part in fine]
-        again = float(loss(fine[0], seed=1))
+        with unchanged_buffers(module):
+            whole = sum(part.weight * float(loss(part)) for part in coarse)
+            parts = [loss(part) for part in fine]
+            again = float(loss(fine[0], seed=1))
     finally:
         for layer, training in modes.items():
             layer.training = training

@@ -30,7 +30,7 @@ from lightning_ledger.microbatches import MicroBatch, Splitter, draw_control, dr
 from lightning_ledger.precision import Lowering, derive_seed
 from lightning_ledger.predictors import EagerPredictor
 from lightning_ledger.prices import PriceBook
-from lightning_ledger.program import Context, seeded, training_loss
+from lightning_ledger.program import Context, refuse_detached, seeded, training_loss
 
 
 @dataclass
@@ -95,7 +95,6 @@ class GradientEstimator:
         self._fleet: Fleet | None = None
         self._layout = Layout.of({})
         self._refreshed_at: int | None = None
-        self._checked = False
         self._batch: _Batch | None = None
         self._last: _Batch | None = None
 
@@ -113,7 +112,7 @@ class GradientEstimator:
         """
         p = self.prediction
         microbatches = make_microbatches(batch, p.microbatches, self._splitter, p.weights)
-        if not self._checked:
+        if self._fleet is None or not self.state.checked:
             self._check(batch, microbatches, arguments)
         self._prepare()
         n = len(microbatches)
@@ -122,8 +121,10 @@ class GradientEstimator:
         control, seeds = draw_control(n, k, self.state.generator), draw_seeds(n, self.state.generator)
         corrected = self.correction is not None and 0 < k < n
         lam = self.correction.now(self._layout.layers) if self.correction else torch.ones(len(self._layout.layers))
-        device = next(self.module.parameters()).device
-        tangent = torch.zeros((), device=device, requires_grad=True)
+        first = next(self.module.parameters())
+        # Its gradient is the scale of every gradient: in double precision where the model is.
+        dtype = first.dtype if first.dtype == torch.float64 else torch.float32
+        tangent = torch.zeros((), dtype=dtype, device=first.device, requires_grad=True)
         step = _Batch(microbatches, control, corrected, lam, tangent)
 
         needed = [i for i, c in enumerate(coefficients(step.weights, control, corrected).predicted) if c]
@@ -163,6 +164,7 @@ class GradientEstimator:
                     skipped.append(i)
                     self._books.charge_exact("waste/skipped_step", "forward", part, counter, seconds)
                     continue
+                refuse_detached(loss, self.module)
                 step.exact.append((i, loss, counter))
                 step.losses[i] = float(loss.detach())
                 self._books.charge_exact("scarce/forward", "forward", part, counter, seconds)
@@ -227,7 +229,7 @@ class GradientEstimator:
             if counter:
                 counter.phase = "backward"
             with (
-                _capturing(trainable if step.corrected else {}) as gradients,
+                _capturing(trainable if step.corrected else {}, copy=step.k > 1) as gradients,
                 counter or contextlib.nullcontext(),
             ):
                 torch.autograd.backward(loss, torch.full_like(loss, scale * exact[i]))
@@ -298,11 +300,11 @@ class GradientEstimator:
                 refuse_batchnorm(self.module)
             rank_zero_info(self._splitter.describe())
         if not p.check_separable or p.microbatches == 1:
-            self._checked = True
-        elif len(microbatches) > 1:
+            self.state.checked = True
+        elif len(microbatches) > 1 and not self.state.checked:
             coarse = make_microbatches(batch, len(microbatches) // 2, self._splitter, p.weights)
             with FlopCounter() as counter:
-                self._checked = check_separable(self.module, coarse, microbatches, arguments, self._context)
+                self.state.checked = check_separable(self.module, coarse, microbatches, arguments, self._context)
             self._books.charge("setup/checks", counter.counts().work())
 
     def _trainable(self) -> dict[str, Tensor]:
@@ -333,7 +335,8 @@ class GradientEstimator:
         """Give the fleet the present weights when they are due; every micro-batch of a batch sees one version."""
         assert self._fleet is not None
         state, live = self.state, self._trainable()
-        due = state.steps % self.prediction.refresh_every == 0
+        age = state.steps % self.prediction.refresh_every
+        due = age == 0
         if self._refreshed_at == state.steps or (self._refreshed_at is not None and not due):
             return
         if self.prediction.refresh_every == 1:
@@ -342,7 +345,9 @@ class GradientEstimator:
             if due or state.weights is None or list(state.weights) != list(live):
                 state.weights = {name: p.detach().clone().requires_grad_() for name, p in live.items()}
             weights = {name: w.to(live[name].device) for name, w in state.weights.items()}
-        for account, work in self._fleet.refresh(weights, derive_seed(self.prediction.seed, state.steps)).items():
+        # Of the step they date from: a resumed run rounds stale weights as the uninterrupted one did.
+        seed = derive_seed(self.prediction.seed, state.steps - age)
+        for account, work in self._fleet.refresh(weights, seed).items():
             self._books.charge(account, work)
         self._refreshed_at = state.steps
 
@@ -379,15 +384,19 @@ class GradientEstimator:
 
 
 @contextlib.contextmanager
-def _capturing(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def _capturing(parameters: Mapping[str, Tensor], copy: bool) -> Iterator[dict[str, Tensor]]:
     """Collect the gradients that a backward pass adds to these leaves, whatever ``.grad`` held before.
 
-    A leaf's hook sees the sum over its uses, once a backward; under reentrant checkpointing, once a part of it.
+    A leaf's hook sees the sum over its uses, once a backward; under reentrant checkpointing, once a part of it. What
+    it sees may become the leaf's ``.grad``, to which the next pass adds in place: ``copy`` where a pass follows.
     """
     captured: dict[str, Tensor] = {}
 
     def keep(name: str, gradient: Tensor) -> None:
-        captured[name] = captured[name] + gradient if name in captured else gradient.detach()
+        if name in captured:
+            captured[name] = captured[name] + gradient
+        else:
+            captured[name] = gradient.clone() if copy else gradient.detach()
 
     handles = [
         parameter.register_hook(functools.partial(keep, name))

@@ -36,11 +36,13 @@ class PredictionState:
     Attributes:
         generator: draws C and the seeds; private.
         steps: optimizer steps taken.
+        checked: whether the loss was found separable; a resumed run need not pay for that again.
         weights: what predictions are made at, where that is refreshed less often than every step.
     """
 
     generator: torch.Generator
     steps: int = 0
+    checked: bool = False
     weights: dict[str, Tensor] | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from lightning_ledger.prices import FORWARD_EQUIVALENTS
@@ -24,7 +25,8 @@ def render(comparison: Comparison, console: Console | None = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = console or Console()
+    # A pipe has no width of its own, and 80 columns would fold the cells.
+    console = console or (Console() if sys.stdout.isatty() else Console(width=100))
     rows = comparison.rows
     tiers = [tier for tier in TRAINING_TIERS if any(row.tiers[tier] for row in rows)]
     table = Table(
