@@ -36,7 +36,8 @@ class Model(L.LightningModule):
         loss = error.pow(2).mean()
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         self.log("train_error", error.abs().mean(), on_step=False, on_epoch=True)
-        self.log_dict({"train_largest": error.abs().max(), "train_smallest": error.abs().min()}, reduce_fx="max")
+        self.log_dict({"train_largest": error.abs().max()}, reduce_fx="max")
+        self.log_dict({"train_smallest": error.abs().min()}, reduce_fx="min")
         return {"loss": loss, "error": error.detach()}
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:

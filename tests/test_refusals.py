@@ -256,7 +256,7 @@ def test_pl20350_a_mean_over_tokens_asks_for_token_weights(tmp_path: Path) -> No
         (lambda loss: {"los": loss}, ["training_step returned a dict with the keys ['los']", "'loss'"]),
         (lambda loss: loss.expand(2), ["a loss of shape (2,)", ".mean()"]),
         (lambda loss: loss.detach(), ["depends on no trainable parameter", "detached"]),
-        (lambda loss: float(loss), ["returned float", "loss tensor"]),
+        (lambda loss: loss.item(), ["returned float", "loss tensor"]),
     ],
     ids=["no-loss-key", "not-a-number", "detached", "no-tensor"],
 )

@@ -19,7 +19,7 @@ from lightning_ledger.control_variate.layout import PROJECTIONS, Gradients, Layo
 
 Scope = Literal["layer", "global"]
 
-# Before so many observations the running averages are noise: the coefficient stays at 1, which is always unbiased.
+# Before so many observations the running averages are noise: the coefficient stays at 1, where any is unbiased.
 WARMUP = 10
 # A coefficient outside this range can only be sampling error: lam* = cov(g, h) / var(h) is near 1 for any predictor
 # worth its price, and at 0 for a worthless one.
@@ -102,7 +102,7 @@ class Statistics:
         steps: observations made.
         averages: name to :class:`Average`, of [L] tensors.
         previous: [m] last step's mean residual on the sampled coordinates.
-        drift: averages of [J] projections of estimate - exact mean, and of their squares.
+        drift: averages of [J] projections of estimate - exact mean, and of their [J, J] products.
     """
 
     layers: tuple[str, ...]
@@ -119,7 +119,7 @@ class Statistics:
             tuple(layers),
             decay,
             averages={name: Average.zeros(len(layers)) for name in _LAYER_AVERAGES},
-            drift=(Average.zeros(PROJECTIONS), Average.zeros(PROJECTIONS)),
+            drift=(Average.zeros(PROJECTIONS), Average.zeros(PROJECTIONS, PROJECTIONS)),
         )
 
     def mean(self, name: str) -> Tensor:
@@ -212,7 +212,7 @@ def observe(statistics: Statistics, layout: Layout, seen: Observation, coefficie
             for name, average in statistics.averages.items()
         },
         previous=residual.detach().clone(),
-        drift=(statistics.drift[0].add(drift, slow), statistics.drift[1].add(drift**2, slow)),
+        drift=(statistics.drift[0].add(drift, slow), statistics.drift[1].add(torch.outer(drift, drift), slow)),
     )
 
 
@@ -273,19 +273,28 @@ def bias_z(statistics: Statistics) -> float:
     """Does the estimate drift away from the exact gradients? Near 0 if unbiased, far above 3 if not.
 
     Fixed random projections of (estimate - mean of the exact gradients) have mean zero under the method's own claim.
-    Their standardised squared means z_j^2, J of them, are summed: ``(sum_j z_j^2 - J) / sqrt(2 J)``.
+    Each of the J running means, over its standard error, is a t-value with nu degrees of freedom, turned into a
+    standard normal z_j (Wallace's approximation: ``z^2 = ((8 nu + 1) / (8 nu + 3))^2 nu log(1 + t^2 / nu)``), so that
+    few steps raise no alarm. With r the projections' correlations, the result is
+    ``(sum_j z_j^2 - J) / sqrt(2 sum_ij r_ij^2)``: mean 0 and deviation 1 if unbiased.
 
     Args:
         statistics: the running averages.
 
     Returns:
-        The standardised sum.
+        The standardised sum; 0 before the second step.
     """
     assert statistics.drift is not None
     mean, share = statistics.drift[0].mean, statistics.drift[0].inverse_samples
-    variance = (statistics.drift[1].mean - mean**2) / max(1 - share, 1e-12)
-    z_squared = torch.where(variance > 0, mean**2 / (variance * share).clamp(min=1e-300), torch.zeros_like(mean))
-    return float((z_squared.sum() - len(mean)) / math.sqrt(2 * len(mean)))
+    covariance = (statistics.drift[1].mean - torch.outer(mean, mean)) / max(1 - share, 1e-12)
+    variance = covariance.diag()
+    if share >= 1 or not bool((variance > 0).all()):
+        return 0.0
+    degrees = 1 / share - 1
+    t_squared = mean**2 / (variance * share)
+    z_squared = ((8 * degrees + 1) / (8 * degrees + 3)) ** 2 * degrees * torch.log1p(t_squared / degrees)
+    correlation_squared = covariance**2 / torch.outer(variance, variance)
+    return float((z_squared.sum() - len(mean)) / (2 * correlation_squared.sum()).sqrt())
 
 
 def report(

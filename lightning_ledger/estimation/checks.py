@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ledger.microbatches import MicroBatch
-from lightning_ledger.program import Context, seeded, training_loss, unchanged_buffers, without_side_effects
+from lightning_ledger.program import Context, ShadowBuffers, training_step_gradients, unchanged_buffers
 
-# Of a loss: float32 sums of a few thousand terms differ by about 1e-6, low-precision autocast by about 1e-2.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
+# Relative differences that rounding explains, of a loss and of a gradient.
+TOLERANCE = {torch.float64: (1e-6, 1e-6), torch.float32: (1e-3, 1e-4)}
+LOW_PRECISION_TOLERANCE = (3e-2, 5e-2)
 
 
 def refuse_unsupported(module: pl.LightningModule, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -76,22 +77,21 @@ def refuse_batchnorm(module: nn.Module) -> None:
 
 def check_separable(
     module: pl.LightningModule,
-    coarse: Sequence[MicroBatch],
-    fine: Sequence[MicroBatch],
+    cuts: Sequence[tuple[Any, Sequence[MicroBatch]]],
     arguments: Sequence[Any],
     context: Context = contextlib.nullcontext,
 ) -> bool:
-    """Check once, numerically, that the batch's loss does not depend on where the batch is cut.
+    """Check once, numerically, that loss and gradient of a batch do not depend on where it is cut.
 
-        sum over coarse pieces of w_j loss_j  =  sum over micro-batches of w_i loss_i
+        loss(piece) = sum over its parts of w_i loss(part_i),  and the same for gradients
 
-    holds if each sample's loss depends on no other sample and the weights are the loss's own. Run without gradients
-    and in evaluation mode, so that dropout does not blur the comparison.
+    holds if each sample's loss depends on no other sample and the weights are the loss's own. Losses alone would not
+    tell: at random weights all samples have nearly the same loss, whatever the weights. Run in evaluation mode, so
+    that dropout does not blur the comparison.
 
     Args:
         module: the user's module.
-        coarse: the first batch in half as many pieces, with their weights.
-        fine: the same batch in its micro-batches.
+        cuts: pieces of the first batch, each with its parts and their weights within the piece.
         arguments: the rest of what ``training_step`` takes.
         context: the Trainer's precision context.
 
@@ -101,56 +101,106 @@ def check_separable(
     Raises:
         MisconfigurationException: if the two sides differ, with both and their ratio.
     """
-    if len(coarse) == len(fine):
+    cuts = [(piece, parts) for piece, parts in cuts if len(parts) > 1]
+    if not cuts:
         return False
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-
-    def loss(part: MicroBatch, seed: int = 0) -> Tensor:
-        with torch.no_grad(), without_side_effects(module), seeded(seed, device), context():
-            value = training_loss(module.training_step(part.data, *arguments), module)
-        return torch.tensor(float("nan")) if value is None else value.detach()
-
     modes = {layer: layer.training for layer in module.modules()}
     try:
         module.eval()
-        with unchanged_buffers(module):
-            whole = sum(part.weight * float(loss(part)) for part in coarse)
-            parts = [loss(part) for part in fine]
-            again = float(loss(fine[0], seed=1))
+        # cuDNN's recurrent layers have no backward pass in evaluation mode; PyTorch's own have one.
+        with unchanged_buffers(module), torch.backends.cudnn.flags(enabled=False):
+            sides = [
+                (
+                    _Sum.of(module, [(piece, 1.0)], arguments, context),
+                    _Sum.of(module, [(part.data, part.weight) for part in parts], arguments, context),
+                )
+                for piece, parts in cuts
+            ]
+            again = _Sum.of(module, [(cuts[0][0], 1.0)], arguments, context, seed=1).loss
     finally:
         for layer, training in modes.items():
             layer.training = training
-    apart = sum(part.weight * float(value) for part, value in zip(fine, parts, strict=True))
-    if not (math.isfinite(whole) and math.isfinite(apart)):
+    if not all(math.isfinite(value) for side in sides for total in side for value in (total.loss, total.size)):
         return False
 
-    tolerance = max(TOLERANCE.get(parts[0].dtype, 3e-2), _autocast_tolerance(context))
+    loss_tolerance, gradient_tolerance = _tolerances(module, context)
     step = f"{type(module).__qualname__}.training_step"
-    if abs(again - float(parts[0])) > tolerance * (1e-6 + abs(again)) / 10:
+    first = sides[0][0].loss
+    if abs(again - first) > loss_tolerance * (1e-6 + abs(again)) / 10:
         rank_zero_warn(
             f"{step} draws random numbers even in evaluation mode, so whether its loss is separable over samples "
             "cannot be checked by comparing values. If each sample's loss depends on no other sample, silence this "
             "with GradientPrediction(check_separable=False)."
         )
         return True
-    if abs(whole - apart) > tolerance * (1e-6 + abs(whole) + abs(apart)):
-        ratio = whole / apart if apart else math.inf
-        summed = abs(ratio - len(fine) / len(coarse)) < 0.02
-        hint = (
-            "That is the ratio of a loss summed over samples: pass weights='sum'."
-            if summed
-            else "If it averages over tokens, pass weights=TokenWeights(key=..., ignore_index=..., shift=...), with "
-            "shift where the model shifts labels inside, as HF's do. If it compares samples with one another (in-batch "
-            "negatives, batch statistics), no split of it is right: train it without GradientPrediction."
-        )
-        raise MisconfigurationException(
-            f"The loss of {step} is not separable over samples: cut into {len(coarse)} pieces the first batch's loss "
-            f"is {whole:.6g}, into {len(fine)} micro-batches {apart:.6g} (ratio {ratio:.4g}). {hint}"
-        )
+    for whole, apart in sides:
+        losses_differ = abs(whole.loss - apart.loss) > loss_tolerance * (1e-6 + abs(whole.loss) + abs(apart.loss))
+        difference = whole.distance(apart) / (1e-12 + whole.size + apart.size)
+        if losses_differ or difference > gradient_tolerance:
+            raise MisconfigurationException(_not_separable(step, whole.loss, apart.loss, difference, losses_differ))
     return True
 
 
-def _autocast_tolerance(context: Context) -> float:
-    """The tolerance that the precision context asks for: autocast hides its dtype from the returned loss."""
+class _Sum(NamedTuple):
+    """Weighted sums over parts of a batch: of losses, of gradients, and of the gradients' norms."""
+
+    loss: float
+    gradient: dict[str, Tensor]
+    size: float
+
+    @classmethod
+    def of(
+        cls,
+        module: pl.LightningModule,
+        parts: Sequence[tuple[Any, float]],
+        arguments: Sequence[Any],
+        context: Context,
+        seed: int = 0,
+    ) -> _Sum:
+        weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        loss, total, size = 0.0, dict[str, Tensor](), 0.0
+        for data, weight in parts:
+            result = training_step_gradients(module, weights, (data, *arguments), seed, ShadowBuffers(module), context)
+            if result is None:
+                return cls(math.nan, {}, math.nan)
+            loss += weight * float(result[0])
+            gradients = {name: weight * g.double() for name, g in result[1].items() if g is not None}
+            size += _norm(gradients.values())
+            for name, gradient in gradients.items():
+                total[name] = total[name] + gradient if name in total else gradient
+        return cls(loss, total, size)
+
+    def distance(self, other: _Sum) -> float:
+        names = self.gradient.keys() | other.gradient.keys()
+        zero = torch.zeros(())
+        return _norm(self.gradient.get(n, zero) - other.gradient.get(n, zero) for n in names)
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+
+
+def _tolerances(module: pl.LightningModule, context: Context) -> tuple[float, float]:
+    """Of the loss and of the gradient; autocast hides its own dtype from both, so the context is asked."""
     with context():
-        return 3e-2 if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") else 0.0
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            return LOW_PRECISION_TOLERANCE
+    kinds = {p.dtype for p in module.parameters() if p.requires_grad}
+    return max(TOLERANCE.get(kind, LOW_PRECISION_TOLERANCE) for kind in kinds)
+
+
+def _not_separable(step: str, whole: float, apart: float, difference: float, losses_differ: bool) -> str:
+    ratio = whole / apart if apart else math.inf
+    if losses_differ and abs(ratio - 2) < 0.02:
+        hint = "That is the ratio of a loss summed over samples: pass weights='sum'."
+    else:
+        hint = (
+            "If it averages over tokens, pass weights=TokenWeights(key=..., ignore_index=..., shift=...), with shift "
+            "where the model shifts labels inside, as HF's do. If it compares samples with one another (in-batch "
+            "negatives, batch statistics), no split of it is right: train it without GradientPrediction."
+        )
+    return (
+        f"The loss of {step} is not separable over samples: a piece of the first batch has loss {whole:.6g} in one, "
+        f"and {apart:.6g} as the weighted sum of its two halves (ratio {ratio:.4g}); the two gradients differ by "
+        f"{difference:.2g} of their size. {hint}"
+    )

@@ -112,9 +112,9 @@ class GradientEstimator:
         """
         p = self.prediction
         microbatches = make_microbatches(batch, p.microbatches, self._splitter, p.weights)
-        if self._fleet is None or not self.state.checked:
-            self._check(batch, microbatches, arguments)
         self._prepare()
+        if not self.state.checked:
+            self._check(batch, microbatches, arguments)
         n = len(microbatches)
         k = n if p.exact >= p.microbatches else min(p.exact, n)
         # Always both draws, whatever they are needed for: the private stream then depends on the batches alone.
@@ -293,18 +293,19 @@ class GradientEstimator:
     # ------------------------------------------------------------------------------------------------ set-up and books
 
     def _check(self, batch: Any, microbatches: Sequence[MicroBatch], arguments: Sequence[Any]) -> None:
-        """What needs a batch to be seen: training-mode BatchNorm, and losses that no split leaves alone."""
+        """Refuse a loss that no split leaves alone."""
         p = self.prediction
-        if self._fleet is None:  # the very first batch
-            if not p.allow_batchnorm:
-                refuse_batchnorm(self.module)
-            rank_zero_info(self._splitter.describe())
         if not p.check_separable or p.microbatches == 1:
             self.state.checked = True
-        elif len(microbatches) > 1 and not self.state.checked:
-            coarse = make_microbatches(batch, len(microbatches) // 2, self._splitter, p.weights)
+        elif len(microbatches) > 1:
+            # Two pieces, of two micro-batches each and far apart, tell as much as all of them, at a bounded cost.
+            pieces = make_microbatches(batch, len(microbatches) // 2, self._splitter, p.weights)
+            cuts = [
+                (piece.data, make_microbatches(piece.data, 2, self._splitter, p.weights))
+                for piece in (pieces[:1] + pieces[1:][-1:])
+            ]
             with FlopCounter() as counter:
-                self.state.checked = check_separable(self.module, coarse, microbatches, arguments, self._context)
+                self.state.checked = check_separable(self.module, cuts, arguments, self._context)
             self._books.charge("setup/checks", counter.counts().work())
 
     def _trainable(self) -> dict[str, Tensor]:
@@ -320,6 +321,10 @@ class GradientEstimator:
                 f"{type(self.module).__qualname__} has no trainable parameter: there is no gradient to predict. Set "
                 "requires_grad=True on what should learn."
             )
+        if not self.prediction.allow_batchnorm:
+            refuse_batchnorm(self.module)  # here, since only in training its mode is known
+        if self._fleet is None:
+            rank_zero_info(self._splitter.describe())
         self._layout = Layout.of(trainable)
         predictor = EagerPredictor(
             self.module,
