@@ -92,8 +92,8 @@ def test_predictions_are_fleet_work_in_their_format(tmp_path: Path) -> None:
     assert totals["scarce/backward"].flops == 3 * 2 * BACKWARD
     assert dict(totals["fleet/control"].flops_by_format) == {"int4": 3 * 2 * (FORWARD + BACKWARD)}
     assert dict(totals["fleet/prediction"].flops_by_format) == {"int4": 3 * 6 * (FORWARD + BACKWARD)}
-    # Separability is checked on the first batch: gradients of all eight samples in two pieces and in their halves, and of
-    # the first piece once more.
+    # Separability is checked on the first batch: gradients of all eight samples in two pieces and in their halves, and
+    # of the first piece once more.
     assert totals["setup/checks"].flops == (8 + 8 + 4) * (FORWARD + BACKWARD)
     assert ledger.ledger.exact_equivalent.flops == 3 * 8 * (FORWARD + BACKWARD)
 
