@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from benchmarks.race import Arm, Lap
 from examples.gpt import ByteGPT
 from examples.text import TextDataModule
 from lightning_ledger.callbacks import ComputeLedger, ControlVariate, GradientPrediction
-from lightning_ledger.predictors import EagerPredictor
 from lightning_ledger.strategies import PredictedGradientStrategy
 
 MICROBATCHES, SAMPLES = 16, 2  # of the demo: 16 micro-batches of 2 x 128 bytes
 ENDLESS = 100_000
+HOOKS = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_train_batch_end")
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Bench:
     Attributes:
         folder: for the ledgers' files.
         data: the text, read once.
-        inside: seconds of each lap that an arm spent in predictions and exact passes, by arm.
+        inside: seconds of each lap spent in predictions and exact passes, by arm; in the ledger's hooks for "ledger".
     """
 
     folder: Path
@@ -62,14 +62,12 @@ class Bench:
         callbacks = [GradientPrediction(microbatches=MICROBATCHES, exact=MICROBATCHES)]
         return functools.partial(self._fit, "exact", PredictedGradientStrategy(), callbacks)
 
-    def predicted(self, format: str) -> Arm:
-        """The whole method, one exact micro-batch among sixteen."""
-        callbacks = [
-            ComputeLedger(),
-            GradientPrediction(format=format, microbatches=MICROBATCHES, exact=1),
-            ControlVariate(),
-        ]
-        return functools.partial(self._fit, format, PredictedGradientStrategy(), callbacks)
+    def predicted(self, name: str, format: str, microbatches: int = MICROBATCHES) -> Arm:
+        """The whole method with one exact micro-batch, on the same batches."""
+        prediction = GradientPrediction(format=format, microbatches=microbatches, exact=1)
+        return functools.partial(
+            self._fit, name, PredictedGradientStrategy(), [ComputeLedger(), prediction, ControlVariate()]
+        )
 
     def by_hand(self, lap: Lap) -> None:
         """Micro-batches accumulated in a plain loop, no Lightning."""
@@ -79,7 +77,7 @@ class Bench:
         for batch in self.loader():
             optimizer.zero_grad()
             for part in batch.split(SAMPLES):
-                (model._loss(part) / MICROBATCHES).backward()
+                torch.autograd.backward(model._loss(part) / MICROBATCHES)
             optimizer.step()
             scheduler.step()
             if not lap():
@@ -87,12 +85,12 @@ class Bench:
 
     def _fit(self, name: str, strategy: Any, callbacks: Sequence[pl.Callback], lap: Lap) -> None:
         ledger = next((c for c in callbacks if isinstance(c, ComputeLedger)), None)
+        inside = functools.partial(_inside, ledger, predicting=strategy != "auto")
         trainer = pl.Trainer(
             strategy=strategy,
-            callbacks=[*callbacks, _Laps(lap, self.inside[name], ledger)],
+            callbacks=[*callbacks, _Laps(lap, self.inside[name], inside)],
             accelerator="cpu",
             max_steps=ENDLESS,
-            limit_val_batches=0,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -105,45 +103,57 @@ class Bench:
 class _Laps(pl.Callback):
     """Ends a lap with each batch; last in the list, so that what other callbacks do is inside the lap."""
 
-    def __init__(self, lap: Lap, inside: list[float], ledger: ComputeLedger | None) -> None:
+    def __init__(self, lap: Lap, inside: list[float], total: Callable[[], float]) -> None:
         self._lap = lap
         self._inside = inside
-        self._ledger = ledger
+        self._total = total
         self._before = 0.0
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._ledger is not None:
-            totals = self._ledger.ledger.totals()
-            exact = sum(totals[name].seconds for name in ("scarce/forward", "scarce/backward"))
-            total = exact + _predicting[threading.get_ident()]
-            self._inside.append(total - self._before)
-            self._before = total
+        total = self._total()
+        self._inside.append(total - self._before)
+        self._before = total
         trainer.should_stop = not self._lap()
 
 
-_predicting: dict[int, float] = defaultdict(float)
+def _inside(ledger: ComputeLedger | None, predicting: bool) -> float:
+    """Seconds up to now, in this thread, in what is watched."""
+    watched = ("predict",) if predicting else HOOKS
+    seconds = sum(_seconds[threading.get_ident(), name] for name in watched)
+    if predicting and ledger is not None:
+        totals = ledger.ledger.totals()
+        seconds += sum(totals[name].seconds for name in ("scarce/forward", "scarce/backward"))
+    return seconds
+
+
+_seconds: dict[tuple[int, str], float] = defaultdict(float)
 
 
 @contextlib.contextmanager
-def timed_predictions() -> Iterator[None]:
-    """Add up, thread by thread, the seconds spent in ``EagerPredictor.predict``."""
-    predict = EagerPredictor.predict
+def watched(owner: type, *names: str) -> Iterator[None]:
+    """Add up, thread by thread, the seconds spent in these methods."""
+    methods = {name: getattr(owner, name) for name in names}
 
-    @functools.wraps(predict)
-    def timed(self: EagerPredictor, *args: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return predict(self, *args)
-        finally:
-            _predicting[threading.get_ident()] += time.perf_counter() - start
+    def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                _seconds[threading.get_ident(), name] += time.perf_counter() - start
 
-    EagerPredictor.predict = timed  # type: ignore[method-assign]
+        return run
+
+    for name, method in methods.items():
+        setattr(owner, name, timed(name, method))
     try:
         yield
     finally:
-        EagerPredictor.predict = predict  # type: ignore[method-assign]
+        for name, method in methods.items():
+            setattr(owner, name, method)
 
 
 def _model() -> ByteGPT:

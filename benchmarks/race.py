@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple
 
 Lap = Callable[[], bool]
 """An arm calls it after each step; it returns when the arm's next turn has come, False if there is none."""
@@ -13,7 +13,12 @@ Lap = Callable[[], bool]
 Arm = Callable[[Lap], None]
 """Trains until its lap returns False."""
 
-T = TypeVar("T")
+
+class Seconds(NamedTuple):
+    """How long a lap took: by the clock, and of its own thread's CPU time, which other programs cannot lengthen."""
+
+    wall: float
+    cpu: float
 
 
 class _Runner(threading.Thread):
@@ -23,7 +28,7 @@ class _Runner(threading.Thread):
         super().__init__(daemon=True)
         self._arm = arm
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._start = self._seconds = 0.0
+        self._start = self._seconds = Seconds(0.0, 0.0)
         self._stopping = False
         self._error: BaseException | None = None
 
@@ -38,16 +43,16 @@ class _Runner(threading.Thread):
 
     def _await_turn(self) -> None:
         self._go.acquire()
-        self._start = time.perf_counter()
+        self._start = Seconds(time.perf_counter(), time.thread_time())
 
     def _lap(self) -> bool:
-        self._seconds = time.perf_counter() - self._start
+        self._seconds = Seconds(time.perf_counter() - self._start.wall, time.thread_time() - self._start.cpu)
         self._done.release()
         self._await_turn()
         return not self._stopping
 
-    def lap(self) -> float:
-        """Let the arm run one lap; how many seconds it took."""
+    def lap(self) -> Seconds:
+        """Let the arm run one lap; how long it took."""
         self._go.release()
         self._done.acquire()
         if self._error is not None:
@@ -64,7 +69,7 @@ class _Runner(threading.Thread):
             self.join()
 
 
-def race(arms: Mapping[str, Arm], laps: int, warmup: int, seconds: float) -> dict[str, list[float]]:
+def race(arms: Mapping[str, Arm], laps: int, warmup: int, seconds: float) -> dict[str, list[Seconds]]:
     """Run the arms in turn, one lap each, in another order every round.
 
     Args:
@@ -74,11 +79,11 @@ def race(arms: Mapping[str, Arm], laps: int, warmup: int, seconds: float) -> dic
         seconds: stop early once the measured laps took so long together, but not before five of each.
 
     Returns:
-        Seconds of each measured lap, by arm.
+        The measured laps, by arm.
     """
     runners = {name: _Runner(arm) for name, arm in arms.items()}
     names = list(arms)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[Seconds]] = {name: [] for name in names}
     try:
         for runner in runners.values():
             runner.start()
@@ -89,7 +94,7 @@ def race(arms: Mapping[str, Arm], laps: int, warmup: int, seconds: float) -> dic
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 times[name].append(runners[name].lap())
-            if turn >= 4 and sum(map(sum, times.values())) > seconds:
+            if turn >= 4 and sum(lap.wall for laps in times.values() for lap in laps) > seconds:
                 break
     finally:
         for runner in runners.values():

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = Path("configs/demo")
 RATES = CONFIGS / "learning_rates.yaml"
 ARMS = ("exact-1", "exact-4", "exact-16", "predicted-int4", "mixed-int4", "gpcv-int8", "gpcv-int4")
-SWEEP = (1e-3, 2e-3, 4e-3)
+SWEEP = (5e-4, 1e-3, 2e-3)
 WIDEN = 2  # how many more rates to try, one by one, where the best one is at the edge of the sweep
 
 
@@ -103,6 +103,14 @@ class Job:
             log.write(shlex.join(self.command()) + "\n\n")
             log.flush()
             return subprocess.Popen(self.command(), stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+    def finished(self) -> float | None:
+        """Return the last validation loss, if this very command has run to its end in the folder before."""
+        log = self.folder / "log.txt"
+        if not log.exists() or log.read_text().partition("\n")[0] != shlex.join(self.command()):
+            return None
+        steps, loss = self.progress()
+        return loss if steps == self.arm.steps else None
 
     def progress(self) -> tuple[int, float | None]:
         """Return the steps done and the last validation loss, as its ledger on disk has them."""
@@ -185,7 +193,10 @@ def run(names: Sequence[str], fleet_price: float, folder: Path, scale: float, wo
 
 
 def tune(names: Sequence[str], rates: Sequence[float], folder: Path, scale: float, workers: int) -> int:
-    """Train each arm at several learning rates; write the losses and the best rate of each."""
+    """Train each arm at several learning rates; write the losses and the best rate of each.
+
+    Runs that an earlier, interrupted sweep finished are taken as they are.
+    """
     table = read_table()
     seen: dict[str, dict[float, float]] = {name: {} for name in names}
 
@@ -202,7 +213,16 @@ def tune(names: Sequence[str], rates: Sequence[float], folder: Path, scale: floa
         widened = next_rates(losses) if len(losses) < len(rates) + WIDEN else []
         return [job(done.arm, rate) for rate in widened]
 
-    train_all([job(Arm.read(name, scale), rate) for name in names for rate in rates], workers, after)
+    waiting = [job(Arm.read(name, scale), rate) for name in names for rate in rates]
+    fresh: list[Job] = []
+    while waiting:
+        first = waiting.pop(0)
+        loss = first.finished()
+        if loss is None:
+            fresh.append(first)
+        else:
+            waiting += after(first, loss)
+    train_all(fresh, workers, after)
     print(f"wrote {RATES}")
     return 0
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -44,8 +44,8 @@ Read the ledgers that runs leave behind (needs no torch):
 Examples:
   {PROGRAM} fit --config configs/demo/base.yaml --config configs/demo/gpcv-int8.yaml
   {PROGRAM} fit --model my.Model --data my.Data --config callbacks/gpcv.yaml
-  {PROGRAM} compare runs/demo/* --fleet-price 0.05 --png compare.png
-  {PROGRAM} verify runs/demo/*
+  {PROGRAM} compare runs/demo/*/ --fleet-price 0.05 --png compare.png
+  {PROGRAM} verify runs/demo/*/
 
 `{PROGRAM} COMMAND --help` lists a command's options.
 """
@@ -117,10 +117,15 @@ def _compare(options: Sequence[str]) -> int:
     parser = _parser("compare", "Set finished or running runs side by side by what they cost.")
     add = parser.add_argument
     add("runs", nargs="+", help="run folders, or their ledger.jsonl files")
-    add("--metric", type=str, default="val_loss", help="a metric marked in every ledger")
+    add("--metric", type=str, default="val_loss", help="a validation metric of every run")
     add("--mode", choices=["min", "max"], default="min", help="which way is better")
     add("--target", type=float, help="the metric to reach; by default one that follows from the exact runs")
-    add("--fleet-price", type=float, metavar="PRICE", help="price of one forward-equivalent on the fleet")
+    add(
+        "--fleet-price",
+        type=float,
+        metavar="PRICE",
+        help="price of one forward-equivalent on the fleet, whatever its format; 0.05 by default",
+    )
     add("--fleet-billing", choices=["per_forward_equivalent", "per_gradient"], help="what that price buys")
     add("--prices", type=str, metavar="FILE", help="a price book in YAML; the two options above override it")
     add(
@@ -131,8 +136,6 @@ def _compare(options: Sequence[str]) -> int:
     )
     add("--png", type=str, metavar="FILE", help="plot the metric against the cost there")
     chosen = parser.parse_args(list(options))
-
-    from rich.console import Console
 
     from lightning_ledger import reports
 
@@ -145,9 +148,9 @@ def _compare(options: Sequence[str]) -> int:
         print(json.dumps(comparison.to_dict(), indent=2))
         return 0
     if chosen.json is not None:
+        Path(chosen.json).parent.mkdir(parents=True, exist_ok=True)
         Path(chosen.json).write_text(json.dumps(comparison.to_dict(), indent=2) + "\n", encoding="utf-8")
-    # The table needs more than the 80 columns that rich assumes of a file or a pipe.
-    reports.render(comparison, Console(width=None if sys.stdout.isatty() else 110))
+    reports.render(comparison)
     return 0
 
 
@@ -155,12 +158,9 @@ def _prices(chosen: Namespace) -> PriceBook:
     from lightning_ledger.prices import PriceBook
 
     prices = PriceBook() if chosen.prices is None else PriceBook.from_yaml(chosen.prices)
-    changes: dict[str, Any] = {}
-    if chosen.fleet_price is not None:
-        changes["fleet_forward"] = chosen.fleet_price
     if chosen.fleet_billing is not None:
-        changes["fleet_billing"] = chosen.fleet_billing
-    return replace(prices, **changes)
+        prices = replace(prices, fleet_billing=chosen.fleet_billing)
+    return prices if chosen.fleet_price is None else prices.with_fleet_price(chosen.fleet_price)
 
 
 def _verify(options: Sequence[str]) -> int:

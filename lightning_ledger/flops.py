@@ -81,10 +81,6 @@ def _recurrent_layer(inputs: Tensor, *weights: Tensor) -> int:
     return 2 * inputs.shape[0] * inputs.shape[1] * sum(w.numel() for w in weights if w.dim() == 2)
 
 
-def _cudnn_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    return [w for w in weights if w.dim() == 2]
-
-
 # name of the operation -> FLOPs from its arguments, ahead of PyTorch's own table.
 EXTRA_FORMULAS: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: _attention_forward(q, k, v),
@@ -97,8 +93,8 @@ EXTRA_FORMULAS: dict[str, Callable[..., int]] = {
     "addmv": lambda _, m, *__: _matrix_vector(m),
     "mkldnn_rnn_layer": lambda x, w_ih, w_hh, *_: _recurrent_layer(x, w_ih, w_hh),
     "mkldnn_rnn_layer_backward": lambda x, w_ih, w_hh, *_: 2 * _recurrent_layer(x, w_ih, w_hh),
-    "_cudnn_rnn": lambda x, weights, *_: _recurrent_layer(x, *_cudnn_weights(weights)),
-    "_cudnn_rnn_backward": lambda x, weights, *_: 2 * _recurrent_layer(x, *_cudnn_weights(weights)),
+    "_cudnn_rnn": lambda x, weights, *_: _recurrent_layer(x, *weights),
+    "_cudnn_rnn_backward": lambda x, weights, *_: 2 * _recurrent_layer(x, *weights),
 }
 
 Phase = Literal["forward", "backward"]

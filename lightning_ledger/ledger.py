@@ -91,6 +91,7 @@ class Ledger:
         self._pending: list[dict[str, Any]] = []
         self._base = _Base()
         self._file: LedgerFile | None = None
+        self._origin: str | None = None  # the file that a loaded checkpoint's run was writing
         self._flushed_at = time.monotonic()
 
     def charge(self, account: str, work: Work) -> None:
@@ -189,8 +190,9 @@ class Ledger:
 
         A file of this very run (its checkpoint was loaded, or it was attached before) is continued: a torn
         last line is dropped, and work that the file holds beyond the ledger's own becomes waste, under
-        ``waste/lost_prediction`` if the fleet did it, else under ``waste/lost_steps``. A file of any other
-        run is moved to ``ledger.N.jsonl``: two runs are never mixed.
+        ``waste/lost_prediction`` if the fleet did it, else under ``waste/lost_steps``. In a new directory, a
+        copy of the file that the checkpoint's run was writing is continued, if it is still there. A file of
+        any other run is moved to ``ledger.N.jsonl``: two runs are never mixed.
 
         Args:
             path: The run's directory, or a file name ending in ``.jsonl``.
@@ -210,6 +212,8 @@ class Ledger:
             raise ValueError(f"header has the reserved fields {taken}: rename them.")
         path = ledger_path(path)
         self._settle()
+        if run_of(path) != self.run and self._origin and run_of(Path(self._origin)) == self.run:
+            LedgerFile.copy(Path(self._origin), path)
         if run_of(path) == self.run:
             self._continue(Scan.of(path))
         else:
@@ -241,6 +245,7 @@ class Ledger:
             "kind": KIND,
             "schema": SCHEMA,
             "run": self.run,
+            "path": str(self._file.path.resolve()) if self._file else self._origin,
             "steps": self._steps,
             "segments": self._segments,
             "forward_flops": self._forward_flops,
@@ -265,7 +270,7 @@ class Ledger:
                     f"{expected!r}: it is not a ledger's state, or another version wrote it."
                 )
         fresh = Ledger(flush_seconds=self.flush_seconds)
-        fresh.run = str(state["run"])
+        fresh.run, fresh._origin = str(state["run"]), state["path"]
         fresh._steps, fresh._segments = int(state["steps"]), int(state["segments"])
         fresh._forward_flops = state["forward_flops"]
         fresh._totals = {account: Work.from_dict(work) for account, work in state["totals"].items()}

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -82,15 +83,16 @@ class LedgerFile:
     @classmethod
     def create(cls, path: Path, header: Mapping[str, Any]) -> LedgerFile:
         """Starts a file. Another run's file already there is first moved to ``ledger.N.jsonl``."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            free = 1
-            while (old := path.with_name(f"{path.stem}.{free}{path.suffix}")).exists():
-                free += 1
-            path.rename(old)
+        _make_way(path)
         file = cls(path)
         file.append([header])
         return file
+
+    @staticmethod
+    def copy(source: Path, path: Path) -> None:
+        """Copies a run's file to where the run goes on. Another run's file already there is moved as above."""
+        _make_way(path)
+        shutil.copyfile(source, path)
 
     @classmethod
     def reopen(cls, path: Path, prev: str, torn: int) -> LedgerFile:
@@ -100,6 +102,15 @@ class LedgerFile:
             os.truncate(path, path.stat().st_size - torn)
             file.append([{"type": "recovered", "bytes": torn}])
         return file
+
+
+def _make_way(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        free = 1
+        while (old := path.with_name(f"{path.stem}.{free}{path.suffix}")).exists():
+            free += 1
+        path.rename(old)
 
 
 def run_of(path: Path) -> str | None:

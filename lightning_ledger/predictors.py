@@ -50,11 +50,15 @@ class GradientPredictor(ABC):
         """
 
     @abstractmethod
-    def work(self, shape: Hashable) -> StepFlops | None:
-        """FLOPs of one prediction on micro-batches of this shape, or None before the first of them.
+    def work(self, shape: Hashable, skipped: bool = False) -> StepFlops | None:
+        """FLOPs of one prediction on micro-batches of this shape.
 
         Args:
             shape: ``shape_key(microbatch)``.
+            skipped: of one whose training step returned None: it had no backward pass.
+
+        Returns:
+            The count, or None before the first such prediction.
         """
 
 
@@ -91,7 +95,7 @@ class EagerPredictor(GradientPredictor):
         self._on_uncounted = on_uncounted
         self._buffers = ShadowBuffers(module)
         self._weights: Mapping[str, Tensor] = {}
-        self._work: dict[Hashable, StepFlops] = {}
+        self._work: dict[tuple[Hashable, bool], StepFlops] = {}
 
     def refresh(self, weights: Mapping[str, Tensor], seed: int = 0) -> None:
         if list(weights) != list(self._weights):
@@ -101,7 +105,7 @@ class EagerPredictor(GradientPredictor):
 
     def predict(self, microbatch: Any, seed: int, *arguments: Any) -> Prediction | None:
         shape = shape_key(microbatch)
-        counter = FlopCounter(self.lowering.format_of) if shape not in self._work else None
+        counter = FlopCounter(self.lowering.format_of) if (shape, False) not in self._work else None
         # The counter goes inside the lowering, to see each product before it is lowered.
         with self.lowering.mode(seed), counter or contextlib.nullcontext():
             result = training_step_gradients(
@@ -113,11 +117,14 @@ class EagerPredictor(GradientPredictor):
                 self._context,
                 counter,
             )
-        if counter is not None and result is not None:
-            self._work[shape] = counter.counts()
+        if counter is not None:
+            self._work[shape, result is None] = counter.counts()
             if counter.uncounted and self._on_uncounted is not None:
                 self._on_uncounted(counter.uncounted)
         return result
 
-    def work(self, shape: Hashable) -> StepFlops | None:
-        return self._work.get(shape)
+    def work(self, shape: Hashable, skipped: bool = False) -> StepFlops | None:
+        whole = self._work.get((shape, False))
+        if skipped and whole is not None:
+            return StepFlops(whole.forward, {})
+        return self._work.get((shape, skipped))

@@ -50,6 +50,8 @@ class PriceBook:
         currency: What the prices are in. Dollars and joules change with time, so they need a ``date``.
         date: When the prices were true, as YYYY-MM-DD. Simulated prices have none and never go stale.
         source: Where the prices come from.
+        forward_flops: FLOPs of the forward-equivalent that these prices are for. By default that of the run they are
+            applied to; prices in dollars or joules should name it.
         max_age_days: Age beyond which the book is stale.
 
     Raises:
@@ -74,6 +76,7 @@ class PriceBook:
     currency: str = FORWARD_EQUIVALENTS
     date: str | None = None
     source: str = ""
+    forward_flops: int | None = None
     max_age_days: int = 180
 
     def __post_init__(self) -> None:
@@ -113,6 +116,7 @@ class PriceBook:
             ValueError: The account is unknown, ``forward_flops`` is missing, or work on the fleet counts no
                 passes and is billed per gradient.
         """
+        forward_flops = self.forward_flops or forward_flops
         transfer = work.bytes / 1e9 * self.gigabyte
         if not work.flops:
             return transfer

@@ -23,11 +23,17 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_ledger.flops import FlopCounter
+from lightning_ledger.microbatches import private_copy
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _CONTAINERS = (list, dict, set, deque)
+
+
+def trainable(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that training changes, by name; a tied one once."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def training_loss(output: Any, module: pl.LightningModule) -> Tensor | None:
@@ -117,10 +123,11 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _remember(owner: nn.Module) -> Callable[[], None]:
-    """Snapshot an object's own Python attributes; the returned function puts them back, in place where it can."""
+    """Snapshot a module's own Python attributes; the returned function puts them back, in place where it can."""
     saved = {name: value for name, value in owner.__dict__.items() if name not in _MODULE_INTERNALS}
     seen: set[int] = set()
-    contents = [restore for value in saved.values() for restore in _remember_content(value, seen)]
+    tensors = isinstance(owner, (pl.LightningModule, Metric))
+    contents = [restore for value in saved.values() for restore in _remember_content(value, seen, tensors)]
 
     def restore() -> None:
         for name in owner.__dict__.keys() - saved.keys() - _MODULE_INTERNALS:
@@ -132,16 +139,23 @@ def _remember(owner: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def _remember_content(value: Any, seen: set[int]) -> Iterator[Callable[[], None]]:
-    """Functions that put back what is in a tensor or a container now, and in the containers inside it.
+def _remember_content(value: Any, seen: set[int], tensors: bool) -> Iterator[Callable[[], object]]:
+    """Functions that put back what a generator, a container and the containers inside it hold now, and a tensor.
 
     Tensors in lists stay out: outputs collected over an epoch would be copied again in every prediction.
     """
+    if isinstance(value, torch.Generator):
+        yield functools.partial(value.set_state, value.get_state())
+    elif isinstance(value, random.Random):
+        yield functools.partial(value.setstate, value.getstate())
+    elif isinstance(value, np.random.Generator):
+        yield functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if not isinstance(value, (Tensor, *_CONTAINERS)) or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        yield functools.partial(_put_back, value, value.detach().clone())
+        if tensors:
+            yield functools.partial(_put_back, value, value.detach().clone())
         return
     content = copy.copy(value)
     yield functools.partial(_refill, value, content)
@@ -149,7 +163,7 @@ def _remember_content(value: Any, seen: set[int]) -> Iterator[Callable[[], None]
         return
     for item in content.values() if isinstance(content, dict) else content:
         if not isinstance(item, Tensor) or isinstance(content, dict):
-            yield from _remember_content(item, seen)
+            yield from _remember_content(item, seen, tensors)
 
 
 def _put_back(tensor: Tensor, content: Tensor) -> None:
@@ -166,27 +180,6 @@ def _refill(container: Any, content: Any) -> None:
         container.extend(content)
 
 
-@contextlib.contextmanager
-def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Put a module's buffers back, rebound ones too; for code that runs the module itself, outside its training.
-
-    Args:
-        module: the module whose buffers are kept.
-    """
-    saved = [
-        (layer, name, buffer, buffer.detach().clone())
-        for layer in module.modules()
-        for name, buffer in layer._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        for layer, name, buffer, content in saved:
-            _put_back(buffer, content)
-            layer._buffers[name] = buffer
-
-
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Stands in for a logging method."""
 
@@ -196,13 +189,14 @@ def without_side_effects(module: pl.LightningModule) -> Iterator[None]:
     """Silence a LightningModule: what runs inside leaves no log, no metric update, no new attribute.
 
     ``self.log``, ``self.log_dict`` and ``self.print`` do nothing; ``self.logger`` is a dummy; torchmetrics work but
-    forget; lists, dicts, tensors and numbers kept as attributes of a LightningModule are put back, nested ones too.
-    Metrics held outside the module tree cannot be seen and are not protected.
+    forget; lists, dicts, numbers and random generators kept as attributes of any module are put back, nested ones too,
+    and so are tensors of a LightningModule or a metric. Other objects (a metric outside the module tree, a meter of the
+    user's own class, ``wandb.log`` called directly) cannot be seen and are not protected.
 
     Args:
         module: the user's module, attached to a Trainer or not.
     """
-    owners = [m for m in module.modules() if isinstance(m, (pl.LightningModule, Metric))]
+    owners = list(module.modules())
     restores = [_remember(owner) for owner in owners]
     trainer = module._trainer
     loggers = trainer.loggers if trainer is not None else []
@@ -308,12 +302,15 @@ def training_step_gradients(
     """
     device = next(iter(weights.values())).device if weights else torch.device("cpu")
     own = dict(module.named_parameters())
+    # A leaf with hooks, such as a logger's, is differentiated through an alias: these gradients are not its training's.
+    weights = {name: w.detach().requires_grad_() if w._backward_hooks else w for name, w in weights.items()}
     replaced = {f"module.{name}": w for name, w in weights.items() if own[name] is not w}
     replaced |= {f"module.{name}": b for name, b in buffers.fresh().items()}
     eager = torch.compiler.set_stance("force_eager") if is_compiled(module) else contextlib.nullcontext()
     step = _Step(module)
     with torch.enable_grad(), without_side_effects(module), seeded(seed, device), eager:
-        inputs = (tuple(weights.values()), arguments, context, counter)
+        batch, *rest = arguments
+        inputs = (tuple(weights.values()), (private_copy(batch), *rest), context, counter)
         result = torch.func.functional_call(step, replaced, inputs) if replaced else step(*inputs)
     if result is None:
         return None
@@ -336,10 +333,9 @@ def count_in_shadow(
     Returns:
         The counter, after one forward and backward pass.
     """
-    weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
     counter = FlopCounter()
     with counter:
-        training_step_gradients(module, weights, arguments, 0, ShadowBuffers(module), context, counter)
+        training_step_gradients(module, trainable(module), arguments, 0, ShadowBuffers(module), context, counter)
     return counter
 
 

@@ -27,7 +27,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, Strateg
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_ledger.estimation import Correction, GradientEstimator, Prediction, PredictionState
+from lightning_ledger.estimation import Correction, GradientEstimator, PredictionSettings, PredictionState
 from lightning_ledger.estimation.checks import refuse_unsupported
 from lightning_ledger.ledger import Ledger
 from lightning_ledger.prices import PriceBook
@@ -45,16 +45,17 @@ class PredictedGradients(Strategy):
         self._forget()
 
     def _forget(self) -> None:
-        self._prediction: tuple[Prediction, PredictionState] | None = None
+        self._prediction: tuple[PredictionSettings, PredictionState] | None = None
         self._correction: Correction | None = None
         self._ledger: Ledger | None = None
         self._unit_samples: int | None = None
+        self._prices: PriceBook | None = None
         self._estimator: GradientEstimator | None = None
         self._evaluations = 0
 
     # -------------------------------------------------------------------------------------- called by callbacks' setup
 
-    def predict_with(self, prediction: Prediction, state: PredictionState) -> None:
+    def predict_with(self, prediction: PredictionSettings, state: PredictionState) -> None:
         """Predict gradients so; called by ``GradientPrediction``."""
         if self._prediction is not None:
             raise MisconfigurationException(
@@ -66,16 +67,25 @@ class PredictedGradients(Strategy):
     def correct_with(self, correction: Correction) -> None:
         """Correct predictions so; called by ``ControlVariate``."""
         if self._correction is not None:
-            raise MisconfigurationException("Two ControlVariate callbacks are configured; keep one.")
+            raise MisconfigurationException(
+                "Two ControlVariate callbacks are configured, and each would correct the same predictions. Keep one: a "
+                "fragment added with `callbacks+:` and the same callback in your own list make two."
+            )
         self._correction = correction
 
-    def charge_to(self, ledger: Ledger, unit_samples: int | None) -> None:
-        """Charge this ledger for everything that runs; called by ``ComputeLedger``."""
-        self._ledger, self._unit_samples = ledger, unit_samples
+    def charge_to(self, ledger: Ledger, prices: PriceBook, unit_samples: int | None) -> None:
+        """Charge this ledger for everything that runs, at these prices; called by ``ComputeLedger``."""
+        self._ledger, self._prices, self._unit_samples = ledger, prices, unit_samples
 
-    def gradient_values(self, prices: PriceBook) -> dict[str, float]:
-        """The last batch's ``gpcv/*`` values, at these prices."""
-        return self._estimator.values(prices) if self._estimator is not None else {}
+    @property
+    def loss_values(self) -> dict[str, float]:
+        """The last batch's ``gpcv/loss`` and ``gpcv/exact_share``."""
+        return self._estimator.loss_values if self._estimator is not None else {}
+
+    @property
+    def statistics_values(self) -> dict[str, float]:
+        """The last batch's statistics: the other ``gpcv/*`` keys."""
+        return self._estimator.statistics_values if self._estimator is not None else {}
 
     # ----------------------------------------------------------------------------------------------- Lightning's hooks
 
@@ -109,8 +119,14 @@ class PredictedGradients(Strategy):
             self._correction,
             self._ledger,
             self._unit_samples,
+            self._prices,
             self.precision_plugin.train_step_context,
         )
+
+    def teardown(self) -> None:
+        """Let go of batches, predictions and rounded weights."""
+        super().teardown()
+        self._forget()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Submit the predictions and run the exact passes; the returned loss stands for the whole batch."""

@@ -193,7 +193,9 @@ ACCOUNTS: Mapping[str, Account] = {
     "setup/checks": Account("setup", "scarce", "one-off checks: separability, capture"),
     "transfer/weights": Account("transfer", "scarce", "weights sent to the fleet"),
     "transfer/gradients": Account("transfer", "scarce", "gradients sent back by the fleet"),
-    "waste/skipped_step": Account("waste", "scarce", "exact work of steps that the loss scaler skipped"),
+    "waste/skipped_step": Account(
+        "waste", "scarce", "exact work of steps that were skipped: training_step returned None"
+    ),
     "waste/lost_prediction": Account("waste", "fleet", "predictions that arrived too late, never, or in lost steps"),
     "waste/lost_steps": Account("waste", "scarce", "steps computed after the checkpoint that a run resumed from"),
 }

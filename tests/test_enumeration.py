@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_ledger.callbacks import ControlVariate, GradientPrediction
 from lightning_ledger.control_variate import optimal_coefficient
-from lightning_ledger.estimation import Correction, GradientEstimator, Prediction, PredictionState, estimator
+from lightning_ledger.estimation import Correction, GradientEstimator, PredictionSettings, PredictionState, estimator
 from lightning_ledger.microbatches import TokenWeights, draw_control
 from lightning_ledger.precision import FORMATS, Lowering
 from lightning_ledger.precision.rounding import derive_seed
@@ -129,7 +129,7 @@ class Step:
         self.shares = case.shares(self.parts)
         self.state = PredictionState(torch.Generator().manual_seed(3))
         self.correction = Correction(case.coefficient) if corrected else None
-        prediction = Prediction(
+        prediction = PredictionSettings(
             format=format,
             rounding=rounding,
             microbatches=N,

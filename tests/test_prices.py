@@ -129,4 +129,6 @@ def test_example_book_says_what_it_is() -> None:
     assert book.currency == "USD"
     assert "illustrative" in book.source
     # 1e8 FLOPs are half a forward of 2e8: half of 1e-4 dollars.
-    assert book.cost("scarce/forward", Work(flops=10**8), 2 * 10**8) == pytest.approx(5e-5)
+    assert book.cost("scarce/forward", Work(flops=10**8), 2 * 10**8) == pytest.approx(
+        1e-8
+    )  # 1e8 of the 1e12 FLOPs that 1e-4 dollars buy

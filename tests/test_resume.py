@@ -218,14 +218,18 @@ def test_resuming_restores_the_private_generator(tmp_path: Path) -> None:
     assert not {"ledger", "steps"} & paths  # the draw changes no amount of work
 
 
-def test_resumed_run_in_a_new_directory_has_the_same_totals_and_no_waste(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_resumed_run_in_a_new_directory_takes_the_old_file_along_if_it_is_there(kept: bool, tmp_path: Path) -> None:
     whole = Run(tmp_path / "whole", "corrected").fit()
     _, path = killed(tmp_path / "killed", "corrected", "model_checkpoint")
+    if not kept:
+        (tmp_path / "killed" / "ledger.jsonl").unlink()
     resumed = Run(tmp_path / "elsewhere", "corrected").fit(ckpt_path=path)
     assert differences(resumed.state(), whole.state()) == []
-    assert resumed.waste() == {}
+    assert set(resumed.waste()) == ({"waste/lost_steps", "waste/lost_prediction"} if kept else set())
     history = read_ledger(tmp_path / "elsewhere")
-    assert history.totals == whole.ledger.ledger.totals()
+    assert history.totals == resumed.ledger.ledger.totals()
+    assert history.steps == whole.ledger.ledger.steps
     assert verify_ledger(tmp_path / "elsewhere").ok
 
 

@@ -74,18 +74,12 @@ class ExactPasses(L.Callback):
 
     def __init__(self) -> None:
         self.passes: list[Tensor] = []
-        self._before = torch.zeros(SAMPLES, dtype=torch.bool)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        pl_module.probe.register_post_accumulate_grad_hook(self._note)
+        pl_module.probe.register_hook(self._note)
 
-    def on_train_batch_start(self, *args: Any) -> None:
-        self._before = torch.zeros(SAMPLES, dtype=torch.bool)
-
-    def _note(self, probe: Tensor) -> None:
-        now = probe.grad != 0
-        self.passes.append((now & ~self._before).nonzero().flatten())
-        self._before = now
+    def _note(self, gradient: Tensor) -> None:
+        self.passes.append(gradient.nonzero().flatten())
 
     @property
     def ids(self) -> Tensor:

@@ -96,7 +96,7 @@ class ComputeLedger(pl.Callback):
         self._trainer = trainer
         self._foreign = not isinstance(trainer.strategy, PredictedGradients)
         if isinstance(trainer.strategy, PredictedGradients):
-            trainer.strategy.charge_to(self.ledger, self.microbatch_samples)
+            trainer.strategy.charge_to(self.ledger, self.prices, self.microbatch_samples)
         self._meter = StepMeter(self.ledger, self._warn_uncounted, self._tokens)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -222,7 +222,10 @@ class ComputeLedger(pl.Callback):
         """Put ``ledger/total`` into the row of the validation metrics."""
         values = self.values()
         if values and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            total = torch.tensor(values["ledger/total"], dtype=torch.float64)
+            # On the module's device, where Lightning reduces it; MPS knows no double precision.
+            device = pl_module.device
+            dtype = torch.float32 if device.type == "mps" else torch.float64
+            total = torch.tensor(values["ledger/total"], dtype=dtype, device=device)
             pl_module.log("ledger/total", total, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

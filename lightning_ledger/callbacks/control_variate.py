@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 from lightning_ledger.callbacks.common import checked_state, log_values, predicting_strategy
 from lightning_ledger.control_variate import Scope, Statistics
 from lightning_ledger.estimation import Correction
-from lightning_ledger.prices import PriceBook
 
 
 class ControlVariate(pl.Callback):
@@ -44,22 +43,18 @@ class ControlVariate(pl.Callback):
             raise ValueError(f"decay={decay!r} must be at least 0 and below 1; 0.95 remembers about 40 steps.")
         number = None if isinstance(coefficient, str) else float(coefficient)
         self.correction = Correction(number, scope, decay)
-        self._prices = PriceBook()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Configure the strategy."""
-        if stage != "fit":
-            return
-        predicting_strategy(trainer, self).correct_with(self.correction)
-        # Found by what it offers: a class check would tie the two callbacks together.
-        self._prices = next((c.prices for c in trainer.callbacks if hasattr(c, "prices")), PriceBook())  # type: ignore[attr-defined]
+        if stage == "fit":
+            self.correction.statistics = None  # another run; a checkpoint of this one says better, later
+            predicting_strategy(trainer, self).correct_with(self.correction)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the statistics."""
-        values = predicting_strategy(trainer, self).gradient_values(self._prices)
-        log_values(pl_module, {k: v for k, v in values.items() if k not in ("gpcv/loss", "gpcv/exact_share")})
+        log_values(pl_module, predicting_strategy(trainer, self).statistics_values)
 
     def state_dict(self) -> dict[str, Any]:
         """The statistics."""

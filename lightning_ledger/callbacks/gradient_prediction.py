@@ -14,10 +14,9 @@ from lightning_ledger.callbacks.common import (
     predicting_strategy,
     update_wandb_config,
 )
-from lightning_ledger.estimation import Prediction, PredictionState
+from lightning_ledger.estimation import PredictionSettings, PredictionState
 from lightning_ledger.microbatches import WeightSpec
 from lightning_ledger.precision import get_format
-from lightning_ledger.prices import PriceBook
 
 
 class GradientPrediction(pl.Callback):
@@ -81,7 +80,7 @@ class GradientPrediction(pl.Callback):
                 f"exact={exact} is more than microbatches={microbatches}: only micro-batches of the batch can be "
                 "exact. Raise microbatches, or set exact=microbatches for exact training."
             )
-        self.prediction = Prediction(
+        self.prediction = PredictionSettings(
             format=format,
             rounding=rounding,
             microbatches=microbatches,
@@ -98,7 +97,8 @@ class GradientPrediction(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Configure the strategy."""
         if stage == "fit":
-            self.state.checked = False  # it may be another module; a checkpoint of this run says better, later
+            # Another run, maybe of another module; a checkpoint of this one says better, later.
+            self.state = PredictionState(torch.Generator().manual_seed(self.prediction.seed))
             predicting_strategy(trainer, self).predict_with(self.prediction, self.state)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -122,8 +122,7 @@ class GradientPrediction(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the loss estimate and the exact share."""
-        values = predicting_strategy(trainer, self).gradient_values(PriceBook())
-        log_values(pl_module, {k: values[k] for k in ("gpcv/loss", "gpcv/exact_share") if k in values})
+        log_values(pl_module, predicting_strategy(trainer, self).loss_values)
 
     def state_dict(self) -> dict[str, Any]:
         """The private generator, the step count, and stale weights if there are any."""

@@ -12,7 +12,7 @@ import torch
 from lightning_ledger.flops import FlopCounter, StepFlops
 from lightning_ledger.ledger import Ledger
 from lightning_ledger.microbatches import Splitter, TokenWeights, shape_key
-from lightning_ledger.program import count_in_shadow, is_compiled
+from lightning_ledger.program import count_in_shadow, is_compiled, trainable
 
 
 class StepMeter:
@@ -40,12 +40,13 @@ class StepMeter:
         self._counter: FlopCounter | None = None
         self._running = contextlib.ExitStack()
         self._backward = False
+        self._started: Hashable = None
 
     def start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """A training batch begins."""
         self.stop()
         self._counter, self._backward = None, False
-        key = self._key(module, batch)
+        key = self._started = self._key(module, batch)
         if key in self._counted and module.automatic_optimization:
             return
         if is_compiled(module):
@@ -79,14 +80,14 @@ class StepMeter:
             What the batch took.
         """
         self.stop()
-        key = self._key(module, batch)
         if self._counter is not None:
             flops = self._counter.counts()
             self._warn(self._counter.uncounted)
-            if self._backward and module.automatic_optimization:
-                self._counted[key] = flops
+            # A step that changed its own batch or trainable set would be looked up under another key.
+            if self._backward and module.automatic_optimization and self._key(module, batch) == self._started:
+                self._counted[self._started] = flops
         else:
-            flops = self._counted[key]
+            flops = self._counted[self._started]
         samples, tokens = self.samples(batch), self._tokens.count(batch) if self._tokens else 0
         forward = flops.work("forward", passes=1, samples=samples, tokens=tokens)
         if module.automatic_optimization and not self._backward:  # training_step returned None
@@ -136,4 +137,4 @@ class StepMeter:
     @staticmethod
     def _key(module: pl.LightningModule, batch: Any) -> Hashable:
         # Freezing a part shortens the backward pass without changing any shape.
-        return shape_key(batch), sum(p.requires_grad for p in module.parameters())
+        return shape_key(batch), tuple(trainable(module))

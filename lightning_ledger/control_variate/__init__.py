@@ -17,8 +17,9 @@ Throughout, with x_i standing for n w_i g_i or n w_i h_i:
 """
 
 from lightning_ledger.control_variate.allocation import best_share, break_even, relative_cost
-from lightning_ledger.control_variate.estimator import Coefficients, coefficients, estimate_loss
-from lightning_ledger.control_variate.layout import Gradients, Layout
+from lightning_ledger.control_variate.coefficients import Coefficients, coefficients, estimate_loss, sum_factors
+from lightning_ledger.control_variate.gradients import Gradients, WeightedSum
+from lightning_ledger.control_variate.layout import Layout
 from lightning_ledger.control_variate.statistics import (
     Average,
     Observation,
@@ -41,6 +42,7 @@ __all__ = [
     "Scope",
     "Statistics",
     "Variances",
+    "WeightedSum",
     "best_share",
     "bias_z",
     "break_even",
@@ -50,5 +52,6 @@ __all__ = [
     "optimal_coefficient",
     "relative_cost",
     "report",
+    "sum_factors",
     "variances",
 ]

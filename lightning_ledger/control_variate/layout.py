@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
 
-Gradients = Mapping[str, Tensor | None]
+from lightning_ledger.control_variate.gradients import Gradients
+
 PROJECTIONS = 8
 
 
@@ -97,17 +99,26 @@ class Layout:
         return values.new_zeros(len(self.layers)).index_add_(0, self.coordinate_layer, values).cpu()
 
     def squared_norms(self, gradients: Gradients) -> Tensor:
-        """[P] squared norm of each parameter's gradient."""
-        return dots(self.names, gradients, gradients)
+        """[P] squared norm of each parameter's gradient; a missing gradient is zero."""
+        held = {i: g for i, name in enumerate(self.names) if (g := gradients.get(name)) is not None}
+        squares = torch.zeros(len(self.names), dtype=torch.float64)
+        if held:
+            norms = torch._foreach_norm([g.float() for g in held.values()])
+            squares[list(held)] = torch.stack(norms).cpu().double().square()
+        return squares
 
-
-def dots(names: Sequence[str], a: Gradients, b: Gradients) -> Tensor:
-    """[P] inner products, parameter by parameter; a missing gradient is zero."""
-    values = []
-    for name in names:
-        x, y = a.get(name), b.get(name)
-        if x is None or y is None:
-            values.append(torch.zeros(()))
-        else:
-            values.append(torch.dot(x.reshape(-1).float(), y.reshape(-1).float()).cpu())
-    return torch.stack(values).double() if values else torch.zeros(0, dtype=torch.float64)
+    def inner_products(self, *sets: Gradients) -> Tensor:
+        """[S, S, L] inner products of every two of S gradient sets, layer by layer; a missing gradient is zero."""
+        pairs = list(combinations_with_replacement(range(len(sets)), 2))
+        zero = self.inflation.new_zeros(())
+        values = []
+        for name in self.names:  # all pairs of one parameter together: each gradient is read from memory once
+            flat = [None if (g := gradients.get(name)) is None else g.reshape(-1).float() for gradients in sets]
+            for i, j in pairs:
+                x, y = flat[i], flat[j]
+                values.append(zero if x is None or y is None else torch.dot(x, y))
+        by_pair = self.per_layer(torch.stack(values).view(-1, len(pairs)).T)
+        products = by_pair.new_zeros(len(sets), len(sets), len(self.layers))
+        for (i, j), value in zip(pairs, by_pair, strict=True):
+            products[i, j] = products[j, i] = value
+        return products

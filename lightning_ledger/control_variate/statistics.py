@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_ledger.control_variate.allocation import break_even, relative_cost
-from lightning_ledger.control_variate.layout import PROJECTIONS, Gradients, Layout, dots
+from lightning_ledger.control_variate.gradients import Gradients
+from lightning_ledger.control_variate.layout import PROJECTIONS, Layout
 
 Scope = Literal["layer", "global"]
 
@@ -174,12 +175,9 @@ def observe(statistics: Statistics, layout: Layout, seen: Observation, coefficie
     """
     n, k = len(seen.squared_norms), len(seen.residuals)
     # From here on: g, a, b are the means of the exact gradients over C, the predictions over C and those outside it.
-    scales = {"g": 1 / seen.loss_scale, "a": n / k, "b": n / (n - k)}
-    sets = {"g": seen.exact, "a": seen.control, "b": seen.rest}
-    gg, ga, gb, aa, ab, bb = (
-        layout.per_layer(dots(layout.names, sets[x], sets[y])) * scales[x] * scales[y]
-        for x, y in ("gg", "ga", "gb", "aa", "ab", "bb")
-    )
+    scales = torch.tensor([1 / seen.loss_scale, n / k, n / (n - k)], dtype=torch.float64)
+    products = layout.inner_products(seen.exact, seen.control, seen.rest)
+    (gg, ga, gb), (_, aa, ab), (_, _, bb) = products * torch.outer(scales, scales)[..., None]
     residual = seen.residuals.mean(0)
     values = {"gg": gg, "gh": ga, "hh": aa}
 
@@ -201,7 +199,7 @@ def observe(statistics: Statistics, layout: Layout, seen: Observation, coefficie
         return replace(statistics, previous=None)
 
     assert statistics.drift is not None
-    on_sample = scales["b"] * layout.sample(seen.rest) - scales["a"] * layout.sample(seen.control)
+    on_sample = n / (n - k) * layout.sample(seen.rest) - n / k * layout.sample(seen.control)
     drift = (layout.signs @ (step.to(on_sample)[layout.coordinate_layer] * on_sample)).cpu().double()
     slow = 1 - (1 - statistics.decay) / 5  # a small bias shows only over many steps
     return replace(
@@ -305,12 +303,11 @@ def report(
     ==========================  =====================================================================================
     ``gpcv/coefficient``        lam this step, averaged over layers by their share of H
     ``gpcv/cosine``             between the exact and the predicted mean gradient on C
-    ``gpcv/rho2``               1 - delta at lam*
+    ``gpcv/rho2``               1 - delta at lam* per layer
     ``gpcv/delta``              D / V at this step's lam, sums over layers
     ``gpcv/relative_cost``      R at the current prices and the best exact share
     ``gpcv/break_even_price``   fleet price at which R = 1
     ``gpcv/noise_scale``        V / ||mean gradient||^2, in micro-batches (McCandlish et al., arXiv 1812.06162)
-    ``gpcv/exact_share``        k / n
     ``gpcv/bias_z``             see :func:`bias_z`
     ==========================  =====================================================================================
 
@@ -327,7 +324,7 @@ def report(
     """
     seen = variances(statistics)
     exact = float(seen.of_exact().sum())
-    values = {"gpcv/exact_share": k / n, "gpcv/bias_z": bias_z(statistics)}
+    values = {"gpcv/bias_z": bias_z(statistics)}
     h = seen.h.clamp(min=0)
     values["gpcv/coefficient"] = float((coefficient * h).sum() / h.sum()) if h.sum() > 0 else float(coefficient.mean())
     gg, gh, hh = (float(statistics.mean(name).sum()) for name in ("gg", "gh", "hh"))
@@ -335,10 +332,9 @@ def report(
         values["gpcv/cosine"] = gh / math.sqrt(gg * hh)
     if exact > 0:
         residual = float(seen.of_residual(coefficient).sum())
-        best = torch.where(h > 0, 1 + seen.eh / h.clamp(min=1e-300), torch.ones_like(h))
         delta = residual / exact
         values["gpcv/delta"] = delta
-        values["gpcv/rho2"] = 1 - float(seen.of_residual(best).sum()) / exact
+        values["gpcv/rho2"] = 1 - float(seen.of_residual(optimal_coefficient(statistics)).sum()) / exact
         values["gpcv/relative_cost"] = relative_cost(delta, cost_ratio)
         if unit_cost_ratio > 0:
             values["gpcv/break_even_price"] = break_even(delta) / unit_cost_ratio

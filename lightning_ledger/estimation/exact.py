@@ -1,97 +1,119 @@
-"""The exact side of a step: the user's own training step on the micro-batches of C, logging as one batch would."""
+"""The exact side of a step: the user's own training step, and its backward pass, on the micro-batches of C."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from numbers import Number
+import functools
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torchmetrics import MetricCollection
+
+from lightning_ledger.estimation.merged_logs import merged_logs
+from lightning_ledger.estimation.metering import StepMetering
+from lightning_ledger.flops import FlopCounter
+from lightning_ledger.microbatches import MicroBatch, private_copy
+from lightning_ledger.program import Context, refuse_detached, seeded, training_loss
 
 
-class MergedLogs:
-    """Collects what several passes log and logs it once, averaged by the passes' weights.
-
-    A batch that trains as k micro-batches so logs each key once, as it would whole. Values reduced by ``min``, ``max``
-    or ``sum`` are merged that way; torchmetrics objects are logged as they are, having seen every pass.
-
-    Attributes:
-        weight: weight of the pass that is running.
-    """
-
-    def __init__(self) -> None:
-        self.weight = 1.0
-        self._calls: dict[str, list[tuple[Any, tuple[Any, ...], dict[str, Any], float]]] = {}
-        self._collections: dict[int, tuple[MetricCollection, tuple[Any, ...], dict[str, Any]]] = {}
-
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Stands in for ``LightningModule.log``."""
-        if isinstance(value, Tensor):
-            value = value.detach()
-        self._calls.setdefault(name, []).append((value, args, kwargs, self.weight))
-
-    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Stands in for ``LightningModule.log_dict``."""
-        if isinstance(dictionary, MetricCollection):
-            self._collections[id(dictionary)] = (dictionary, args, kwargs)
-            return
-        for name, value in dictionary.items():
-            self.log(name, value, *args, **kwargs)
-
-    def replay(self, module: pl.LightningModule) -> None:
-        """Log the merged values through the module's own methods."""
-        for name, calls in self._calls.items():
-            values, (_, args, kwargs, _) = [c[0] for c in calls], calls[-1]
-            if all(isinstance(v, (Number, Tensor)) for v in values):
-                # As Lightning converts them, but in double precision: an average of equals must be that value.
-                stacked = torch.stack([torch.as_tensor(v).double().reshape(()) for v in values])
-                value: Any = _merge(stacked, [c[3] for c in calls], kwargs.get("reduce_fx", "mean"))
-                like = values[-1]
-                value = value.to(like.dtype if isinstance(like, Tensor) else torch.get_default_dtype())
-            else:
-                value = values[-1]
-            if kwargs.get("batch_size") is not None:
-                kwargs = {**kwargs, "batch_size": sum(c[2]["batch_size"] for c in calls)}
-            module.log(name, value, *args, **kwargs)
-        for collection, args, kwargs in self._collections.values():
-            module.log_dict(collection, *args, **kwargs)
-
-
-def _merge(values: Tensor, weights: list[float], reduce_fx: Any) -> Tensor:
-    name = getattr(reduce_fx, "__name__", reduce_fx)
-    if name in ("min", "amin"):
-        return values.min()
-    if name in ("max", "amax"):
-        return values.max()
-    if name == "sum":
-        return values.sum()
-    share = torch.tensor(weights, dtype=values.dtype, device=values.device)
-    return (values * share).sum() / share.sum()
-
-
-@contextlib.contextmanager
-def merged_logs(module: pl.LightningModule, passes: int) -> Iterator[MergedLogs]:
-    """Merge what ``passes`` runs of the training step log; a single one logs directly.
+class ExactPasses:
+    """The exact passes of one batch: all forward, then all backward.
 
     Args:
         module: the user's module.
-        passes: how many runs follow.
+        metering: charged for each pass.
+        context: the Trainer's precision context.
 
-    Yields:
-        The collector; set its ``weight`` before each pass.
+    Attributes:
+        losses: by micro-batch index.
+        skipped: indices whose training step returned None.
+        output: what the last training step returned.
     """
-    logs = MergedLogs()
-    if passes == 1:
-        yield logs
-        return
-    # Shadow the methods in the instance's dict: the class and other instances stay untouched.
-    module.__dict__.update(log=logs.log, log_dict=logs.log_dict)
+
+    def __init__(self, module: pl.LightningModule, metering: StepMetering, context: Context) -> None:
+        self._module = module
+        self._metering = metering
+        self._context = context
+        self._graphs: list[tuple[MicroBatch, Tensor, FlopCounter | None]] = []
+        self.losses: dict[int, float] = {}
+        self.skipped: list[int] = []
+        self.output: Any = None
+
+    def forward(self, parts: Sequence[MicroBatch], seeds: Sequence[int], arguments: Sequence[Any]) -> None:
+        """Run the training step on each micro-batch, under its seed; what they log is merged.
+
+        Args:
+            parts: the micro-batches of C.
+            seeds: one for each.
+            arguments: the rest of what ``training_step`` takes.
+        """
+        device = next(self._module.parameters()).device
+        with merged_logs(self._module, len(parts)) as logs:
+            for part, seed in zip(parts, seeds, strict=True):
+                logs.weight = part.weight
+                counter = self._metering.counter(part, arguments)
+                start = time.perf_counter()
+                with seeded(seed, device), self._context(), counter or contextlib.nullcontext():
+                    self.output = self._module.training_step(private_copy(part.data), *arguments)
+                loss = training_loss(self.output, self._module)
+                seconds = time.perf_counter() - start
+                if loss is None:
+                    self.skipped.append(part.index)
+                    self._metering.charge_exact("waste/skipped_step", "forward", part, counter, seconds)
+                    continue
+                refuse_detached(loss, self._module)
+                self._graphs.append((part, loss, counter))
+                self.losses[part.index] = float(loss.detach())
+                self._metering.charge_exact("scarce/forward", "forward", part, counter, seconds)
+
+    def backward(self, scales: Sequence[float], capture: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Backward through every pass, adding ``scale * gradient`` to each ``.grad``; graphs are freed on the way.
+
+        Args:
+            scales: by micro-batch index of the whole batch.
+            capture: parameters whose added gradients are wanted.
+
+        Returns:
+            Pass by pass, the captured gradients, scaled.
+        """
+        captured = []
+        while self._graphs:
+            part, loss, counter = self._graphs.pop(0)
+            start = time.perf_counter()
+            if counter:
+                counter.phase = "backward"
+            last = not self._graphs
+            with _capturing(capture, copy=not last) as gradients, counter or contextlib.nullcontext():
+                torch.autograd.backward(loss, torch.full_like(loss, scales[part.index]))
+            captured.append(gradients)
+            if counter:
+                self._metering.keep(part, counter)
+            seconds = time.perf_counter() - start
+            self._metering.charge_exact("scarce/backward", "backward", part, counter, seconds)
+        return captured
+
+
+@contextlib.contextmanager
+def _capturing(parameters: Mapping[str, Tensor], copy: bool) -> Iterator[dict[str, Tensor]]:
+    """Collect the gradients that a backward pass adds to these leaves, whatever ``.grad`` held before.
+
+    A leaf's hook sees the sum over its uses, once a backward; under reentrant checkpointing, once a part of it. What
+    it sees may become the leaf's ``.grad``, to which the next pass adds in place: ``copy`` where a pass follows.
+    """
+    captured: dict[str, Tensor] = {}
+
+    def keep(name: str, gradient: Tensor) -> None:
+        if name in captured:
+            captured[name] = captured[name] + gradient
+        else:
+            captured[name] = gradient.clone() if copy else gradient.detach()
+
+    handles = [parameter.register_hook(functools.partial(keep, name)) for name, parameter in parameters.items()]
     try:
-        yield logs
+        yield captured
     finally:
-        del module.__dict__["log"], module.__dict__["log_dict"]
-    logs.replay(module)
+        for handle in handles:
+            handle.remove()

@@ -14,7 +14,7 @@ from lightning_ledger.microbatches import WeightSpec
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictionSettings:
     """What to predict, and how; the arguments of ``GradientPrediction``, documented there."""
 
     format: str = "int8"

@@ -74,4 +74,4 @@ class Fleet(ABC):
 
     @abstractmethod
     def gather(self) -> Predictions:
-        """Wait for the submitted batch; its inputs are checked before they are returned."""
+        """Wait for the predictions of the submitted batch."""

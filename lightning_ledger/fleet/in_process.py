@@ -9,32 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ledger.control_variate import Layout
+from lightning_ledger.control_variate import Layout, WeightedSum
 from lightning_ledger.fleet.base import Fleet, Job, Predictions
 from lightning_ledger.ledger import Work
 from lightning_ledger.microbatches import shape_key
 from lightning_ledger.predictors import GradientPredictor
-
-
-class WeightedSum:
-    """``sum_i w_i h_i`` over gradients that may miss some parameters, one gradient set in memory."""
-
-    def __init__(self) -> None:
-        self.total: dict[str, Tensor] = {}
-
-    def add(self, gradients: Mapping[str, Tensor | None], weight: float) -> None:
-        """Add one gradient set; its tensors may be reused as storage."""
-        held, new = [], []
-        for name, gradient in gradients.items():
-            if gradient is None:
-                continue
-            if name in self.total:
-                held.append(self.total[name])
-                new.append(gradient)
-            else:
-                self.total[name] = gradient.mul(weight)
-        if held:
-            torch._foreach_add_(held, new, alpha=weight)
 
 
 class InProcessFleet(Fleet):
@@ -57,33 +36,31 @@ class InProcessFleet(Fleet):
     def submit(self, jobs: Sequence[Job], arguments: Sequence[Any], observe: bool) -> None:
         control, rest = WeightedSum(), WeightedSum()
         done = Predictions(control=control.total, rest=rest.total)
-        norms = []
+        norms, losses = [], {}
         for job in jobs:
-            start = time.perf_counter()
-            prediction = self._predictor.predict(job.microbatch.data, job.seed, *arguments)
+            part, start = job.microbatch, time.perf_counter()
+            prediction = self._predictor.predict(part.data, job.seed, *arguments)
             if prediction is None:
-                done.skipped.append(job.microbatch.index)
-                continue
-            loss, gradients = prediction
-            weight = job.microbatch.weight
-            (control if job.control else rest).add(gradients, weight)
-            done.losses[job.microbatch.index] = float(loss)
-            if observe:
-                scale = len(jobs) * weight
-                norms.append(scale**2 * self._layout.per_layer(self._layout.squared_norms(gradients)))
-                if job.control:
-                    done.samples[job.microbatch.index] = scale * self._layout.sample(gradients)
-            account = "fleet/control" if job.control else "fleet/prediction"
-            done.work[account] = done.work.get(account, Work()) + self._work(job, time.perf_counter() - start)
-        if observe and not done.skipped:
+                done.skipped.append(part.index)
+                account = "waste/lost_prediction"
+            else:
+                account = "fleet/control" if job.control else "fleet/prediction"
+                losses[part.index], gradients = prediction
+                (control if job.control else rest).add(gradients, part.weight)
+                if observe:
+                    scale = len(jobs) * part.weight
+                    norms.append(scale**2 * self._layout.per_layer(self._layout.squared_norms(gradients)))
+                    if job.control:
+                        done.samples[part.index] = scale * self._layout.sample(gradients)
+            counted = self._predictor.work(shape_key(part.data), skipped=prediction is None)
+            assert counted is not None, "a prediction was made, so its shape was counted"
+            work = counted.work(passes=1, samples=part.samples, tokens=part.tokens, seconds=time.perf_counter() - start)
+            done.work[account] = done.work.get(account, Work()) + work
+        if losses:  # one wait for the device, not one for each
+            done.losses = dict(zip(losses, torch.stack([x.reshape(()) for x in losses.values()]).tolist(), strict=True))
+        if norms and not done.skipped:
             done.squared_norms = torch.stack(norms)
         self._done = done
-
-    def _work(self, job: Job, seconds: float) -> Work:
-        counted = self._predictor.work(shape_key(job.microbatch.data))
-        assert counted is not None, "a prediction was made, so its shape was counted"
-        samples, tokens = job.microbatch.samples, job.microbatch.tokens
-        return counted.work(passes=1, samples=samples, tokens=tokens, seconds=seconds)
 
     def gather(self) -> Predictions:
         assert self._done is not None, "gather() follows submit()"

@@ -2,7 +2,7 @@
 
 from lightning_ledger.microbatches.draws import draw_control, draw_seeds
 from lightning_ledger.microbatches.splitting import Splitter, boundaries
-from lightning_ledger.microbatches.trees import shape_key
+from lightning_ledger.microbatches.trees import private_copy, shape_key
 from lightning_ledger.microbatches.weights import (
     MicroBatch,
     TokenWeights,
@@ -20,6 +20,7 @@ __all__ = [
     "draw_control",
     "draw_seeds",
     "make_microbatches",
+    "private_copy",
     "shape_key",
     "weigh",
 ]

@@ -89,7 +89,8 @@ def rebuild(node: Any, values: Sequence[Any]) -> Any:
 def shape_key(tree: Any) -> Hashable:
     """A cache key for anything that depends on a batch's shapes alone, such as its FLOP count.
 
-    Nested structure, keys, tensor shapes and dtypes take part; values do not, and other leaves count by type.
+    Nested structure, keys, tensor shapes and dtypes take part, and the lengths of strings; values do not. An object
+    of a class of its own counts by its attributes.
 
     Args:
         tree: any batch.
@@ -103,7 +104,9 @@ def shape_key(tree: Any) -> Hashable:
     False
     """
     if isinstance(tree, Tensor):
-        return (Tensor, tree.dtype, tree.layout) if tree.is_nested else (Tensor, tree.dtype, tree.shape)
+        return (Tensor, tree.dtype, tree.numel()) if tree.is_nested else (Tensor, tree.dtype, tree.shape)
+    if isinstance(tree, str | bytes):
+        return (type(tree), len(tree))
     if isinstance(tree, _SCALARS):
         return (type(tree),)
     if isinstance(tree, dict) and not _is_dataclass(tree):
@@ -112,7 +115,32 @@ def shape_key(tree: Any) -> Hashable:
         return (type(tree), *[shape_key(value) for value in tree])
     if isinstance(tree, np.ndarray):
         return (np.ndarray, tree.dtype, tree.shape)
-    return (type(tree), *[(label, shape_key(value)) for label, value in children(tree)])
+    parts = children(tree) or list(getattr(tree, "__dict__", {}).items())
+    return (type(tree), *[(label, shape_key(value)) for label, value in parts])
+
+
+def private_copy(tree: Any) -> Any:
+    """The same batch in containers and tensors of its own, for code that may write to it.
+
+    Args:
+        tree: any batch. Objects of a class of their own are copied one level deep, other leaves are shared.
+
+    >>> batch = {"x": torch.zeros(2)}
+    >>> private_copy(batch).pop("x").add_(1)
+    tensor([1., 1.])
+    >>> batch
+    {'x': tensor([0., 0.])}
+    """
+    if isinstance(tree, Tensor):
+        return tree.clone()
+    if isinstance(tree, np.ndarray):
+        return tree.copy()
+    found = kind(tree)
+    if found is Kind.SHARED:
+        return tree
+    if found is Kind.OPAQUE:
+        return copy.copy(tree)
+    return rebuild(tree, [private_copy(value) for _, value in children(tree)])
 
 
 def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from lightning_ledger.history import LedgerHistory, read_ledger
 from lightning_ledger.ledger_file import plain
-from lightning_ledger.prices import PriceBook
+from lightning_ledger.prices import FORWARD_EQUIVALENTS, PriceBook
 from lightning_ledger.work import TIERS, Work, account_of, by_tier
 
 __all__ = ["TRAINING_TIERS", "Comparison", "Point", "Row", "compare"]
@@ -139,7 +139,7 @@ def compare(
     prices = prices or PriceBook(fleet_forward=0.05)
     prices.warn_if_stale()
     histories = [read_ledger(run) for run in runs]
-    unit = _common_unit(histories)
+    unit = _common_unit(histories, prices)
     curves = [_curve(run, h, metric, prices, unit) for run, h in zip(runs, histories, strict=True)]
     rows = [
         _row(label, run, history, curve, prices, unit, mode)
@@ -201,6 +201,8 @@ def _curve(
 
 def _costs(totals: Mapping[str, Work], history: LedgerHistory, prices: PriceBook, unit: int) -> dict[str, float]:
     """Costs by account in the common unit: a forward here is ``own / unit`` of it, a byte is a byte."""
+    if prices.forward_flops:
+        return prices.costs(totals, prices.forward_flops)
     own = history.forward_flops or unit
     return {
         account: own / unit * prices.cost(account, replace(work, bytes=0), own)
@@ -214,10 +216,17 @@ def _training(costs: Mapping[str, float]) -> float:
     return math.fsum(tiers[tier] for tier in TRAINING_TIERS)
 
 
-def _common_unit(histories: Sequence[LedgerHistory]) -> int:
+def _common_unit(histories: Sequence[LedgerHistory], prices: PriceBook) -> int:
     units = [history.forward_flops for history in histories if history.forward_flops]
     if not units:
-        raise ValueError("No run knows forward_flops, the FLOPs of one forward pass: no work was counted.")
+        raise ValueError(
+            "No run knows forward_flops, the FLOPs of one forward pass: no work was counted. Train at least one step."
+        )
+    if prices.currency != FORWARD_EQUIVALENTS and prices.forward_flops is None and len(set(units)) > 1:
+        raise ValueError(
+            f"The runs count in forward-equivalents of {', '.join(f'{unit:,}' for unit in sorted(set(units)))} FLOPs, "
+            f"and a price in {prices.currency} is for one of them only. Say which: forward_flops in the price book."
+        )
     return min(units)
 
 

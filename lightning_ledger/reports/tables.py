@@ -26,7 +26,7 @@ def render(comparison: Comparison, console: Console | None = None) -> None:
     from rich.table import Table
 
     # A pipe has no width of its own, and 80 columns would fold the cells.
-    console = console or (Console() if sys.stdout.isatty() else Console(width=100))
+    console = console or (Console() if sys.stdout.isatty() else Console(width=110))
     rows = comparison.rows
     tiers = [tier for tier in TRAINING_TIERS if any(row.tiers[tier] for row in rows)]
     table = Table(

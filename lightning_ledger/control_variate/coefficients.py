@@ -37,22 +37,34 @@ def coefficients(
         >>> coefficients([0.5, 0.5], control=[1], corrected=False)
         Coefficients(exact=(0.0, 0.5), predicted=(0.5, 0.0))
     """
-    n, chosen = len(weights), set(control)
-    if len(chosen) != len(control) or not chosen <= set(range(n)):
+    n, k, chosen = len(weights), len(control), set(control)
+    if len(chosen) != k or not chosen <= set(range(n)):
         raise ValueError(f"control={list(control)} must name distinct micro-batches of 0..{n - 1}.")
-    k = len(control)
-    if k == n:
-        return Coefficients(tuple(weights), (0.0,) * n)
-    if k == 0 or not corrected:
-        return Coefficients(
-            tuple(w if i in chosen else 0.0 for i, w in enumerate(weights)),
-            tuple(0.0 if i in chosen else w for i, w in enumerate(weights)),
-        )
-    scale = n / k
+    on_control, elsewhere = sum_factors(n, k, corrected)
+    scale = n / k if corrected and k else 1.0
+    lam = coefficient if corrected and 0 < k < n else 1.0
     return Coefficients(
         tuple(scale * w if i in chosen else 0.0 for i, w in enumerate(weights)),
-        tuple(coefficient * w * (1 - scale if i in chosen else 1) for i, w in enumerate(weights)),
+        tuple(lam * w * (on_control if i in chosen else elsewhere) for i, w in enumerate(weights)),
     )
+
+
+def sum_factors(n: int, k: int, corrected: bool = True) -> tuple[float, float]:
+    """What the weighted sums of predictions, over C and over the rest, are multiplied by, besides lam.
+
+    Args:
+        n: micro-batches.
+        k: how many of them are in C.
+        corrected: as in :func:`coefficients`.
+
+    Returns:
+        ``(1 - n/k, 1)`` for the control variate, ``(0, 1)`` without it, where C needs no prediction.
+
+    Example:
+        >>> sum_factors(4, 1), sum_factors(4, 1, corrected=False), sum_factors(4, 4)
+        ((-3.0, 1.0), (0.0, 1.0), (0.0, 1.0))
+    """
+    return (1 - n / k if corrected and k else 0.0), 1.0
 
 
 def estimate_loss(

@@ -1,4 +1,4 @@
-"""Counts what a step runs, once per shape, and charges it to a ledger."""
+"""Meters what a step runs: FLOPs counted once per shape, and charged to a ledger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_ledger.prices import PriceBook
 from lightning_ledger.program import Context, count_in_shadow, is_compiled
 
 
-class StepBooks:
+class StepMetering:
     """The FLOPs of every micro-batch shape, and the ledger they are charged to.
 
     Args:
