@@ -30,6 +30,7 @@ from lightning_ledger.cli import main as ledger_command
 from lightning_ledger.ledger import read_ledger
 
 ROOT = Path(__file__).resolve().parent.parent
+BASE = Path("configs/demo.yaml")
 CONFIGS = Path("configs/demo")
 RATES = CONFIGS / "learning_rates.yaml"
 ARMS = ("exact-1", "exact-4", "exact-16", "predicted-int4", "mixed-int4", "gpcv-int8", "gpcv-int4")
@@ -56,7 +57,7 @@ class Arm:
     @classmethod
     def read(cls, name: str, scale: float = 1.0) -> Arm:
         """Read an arm's length from its files; `scale` shortens it, and it ends with a validation all the same."""
-        base, own = (yaml.safe_load((CONFIGS / f"{file}.yaml").read_text()) for file in ("base", name))
+        base, own = (yaml.safe_load(path.read_text()) for path in (BASE, CONFIGS / f"{name}.yaml"))
         trainer: dict[str, Any] = {**base["trainer"], **own["trainer"]}
         every = max(1, round(trainer["val_check_interval"] * scale))
         validations = max(1, round(trainer["max_steps"] * scale / every))
@@ -83,7 +84,7 @@ class Job:
     def command(self) -> list[str]:
         """Return the command that trains it: what a user would type."""
         options: dict[str, list[Any]] = {
-            "config": [CONFIGS / "base.yaml", CONFIGS / f"{self.arm.name}.yaml"],
+            "config": [BASE, CONFIGS / f"{self.arm.name}.yaml"],
             "trainer.max_steps": [self.arm.steps],
             "trainer.val_check_interval": [self.arm.validate_every],
             "trainer.enable_progress_bar": ["false"],

@@ -42,7 +42,7 @@ Read the ledgers that runs leave behind (needs no torch):
   verify        check that a run's ledger is complete and unaltered
 
 Examples:
-  {PROGRAM} fit --config configs/demo/base.yaml --config configs/demo/gpcv-int8.yaml
+  {PROGRAM} fit --config configs/demo.yaml --config configs/demo/gpcv-int8.yaml
   {PROGRAM} fit --model my.Model --data my.Data --config callbacks/gpcv.yaml
   {PROGRAM} compare runs/demo/*/ --fleet-price 0.05 --png compare.png
   {PROGRAM} verify runs/demo/*/

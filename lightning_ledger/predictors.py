@@ -69,7 +69,7 @@ class EagerPredictor(GradientPredictor):
         module: the user's module, unmodified.
         lowering: the number format of the matrix products.
         context: the Trainer's precision context.
-        on_uncounted: called with the names of heavy operations that have no FLOP formula.
+        on_counted: called with the counter of the first prediction of each shape.
 
     Example:
         >>> import torch
@@ -87,12 +87,12 @@ class EagerPredictor(GradientPredictor):
         module: pl.LightningModule,
         lowering: Lowering,
         context: Context = contextlib.nullcontext,
-        on_uncounted: Callable[[set[str]], None] | None = None,
+        on_counted: Callable[[FlopCounter], None] = lambda counter: None,
     ) -> None:
         self.module = module
         self.lowering = lowering
         self._context = context
-        self._on_uncounted = on_uncounted
+        self._on_counted = on_counted
         self._buffers = ShadowBuffers(module)
         self._weights: Mapping[str, Tensor] = {}
         self._work: dict[tuple[Hashable, bool], StepFlops] = {}
@@ -119,8 +119,7 @@ class EagerPredictor(GradientPredictor):
             )
         if counter is not None:
             self._work[shape, result is None] = counter.counts()
-            if counter.uncounted and self._on_uncounted is not None:
-                self._on_uncounted(counter.uncounted)
+            self._on_counted(counter)
         return result
 
     def work(self, shape: Hashable, skipped: bool = False) -> StepFlops | None:

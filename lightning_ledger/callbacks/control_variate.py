@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -43,11 +44,14 @@ class ControlVariate(pl.Callback):
             raise ValueError(f"decay={decay!r} must be at least 0 and below 1; 0.95 remembers about 40 steps.")
         number = None if isinstance(coefficient, str) else float(coefficient)
         self.correction = Correction(number, scope, decay)
+        self._module: weakref.ref[pl.LightningModule] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Configure the strategy."""
         if stage == "fit":
-            self.correction.statistics = None  # another run; a checkpoint of this one says better, later
+            if self._module is not None and self._module() is not pl_module:  # another module, another run
+                self.correction.statistics = None
+            self._module = weakref.ref(pl_module)
             predicting_strategy(trainer, self).correct_with(self.correction)
 
     def on_train_batch_end(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -93,12 +94,14 @@ class GradientPrediction(pl.Callback):
             allow_batchnorm=allow_batchnorm,
         )
         self.state = PredictionState(torch.Generator().manual_seed(seed))
+        self._module: weakref.ref[pl.LightningModule] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Configure the strategy."""
         if stage == "fit":
-            # Another run, maybe of another module; a checkpoint of this one says better, later.
-            self.state = PredictionState(torch.Generator().manual_seed(self.prediction.seed))
+            if self._module is not None and self._module() is not pl_module:  # another module, another run
+                self.state = PredictionState(torch.Generator().manual_seed(self.prediction.seed))
+            self._module = weakref.ref(pl_module)
             predicting_strategy(trainer, self).predict_with(self.prediction, self.state)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -267,6 +267,21 @@ def optimal_coefficient(statistics: Statistics, scope: Scope = "layer") -> Tenso
     return lam.clamp(*COEFFICIENT_RANGE)
 
 
+def delta_by_layer(statistics: Statistics, coefficient: Tensor) -> dict[str, float]:
+    """``D / V`` of each layer.
+
+    Args:
+        statistics: the running averages.
+        coefficient: [L] lam.
+
+    Returns:
+        By layer name; layers without gradient variance are left out.
+    """
+    seen = variances(statistics)
+    rows = zip(statistics.layers, seen.of_residual(coefficient).tolist(), seen.of_exact().tolist(), strict=True)
+    return {layer: residual / exact for layer, residual, exact in rows if exact > 0}
+
+
 def bias_z(statistics: Statistics) -> float:
     """Does the estimate drift away from the exact gradients? Near 0 if unbiased, far above 3 if not.
 

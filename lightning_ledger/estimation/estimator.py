@@ -117,7 +117,7 @@ class GradientEstimator:
         self.prediction = prediction
         self.state = state
         self.correction = correction
-        self._metering = StepMetering(module, ledger, unit_samples, context)
+        self._metering = StepMetering(module, ledger, unit_samples, prediction.format, context)
         self._prices = prices or PriceBook()
         self._context = context
         self._splitter = Splitter(prediction.split_fn)
@@ -325,7 +325,7 @@ class GradientEstimator:
             self.module,
             Lowering(self.prediction.format, self.prediction.rounding),
             self._context,
-            self._metering.warn_uncounted,
+            self._metering.look_at_prediction,
         )
         self._metering.restart(predictor.work)
         self._fleet = InProcessFleet(predictor, self._layout)

@@ -14,6 +14,9 @@ from lightning_ledger.microbatches import MicroBatch, shape_key
 from lightning_ledger.prices import PriceBook
 from lightning_ledger.program import Context, count_in_shadow, is_compiled
 
+# Below this share of lowered FLOPs a format's figures are no longer about that format.
+LOWERED_SHARE = 0.8
+
 
 class StepMetering:
     """The FLOPs of every micro-batch shape, and the ledger they are charged to.
@@ -22,17 +25,25 @@ class StepMetering:
         module: the user's module.
         ledger: charged if given; without one the counts still serve the cost ratios.
         unit_samples: samples in one forward-equivalent; by default those of the first micro-batch.
+        format: number format of the predictions.
         context: the Trainer's precision context.
     """
 
     def __init__(
-        self, module: pl.LightningModule, ledger: Ledger | None, unit_samples: int | None, context: Context
+        self,
+        module: pl.LightningModule,
+        ledger: Ledger | None,
+        unit_samples: int | None,
+        format: str,
+        context: Context,
     ) -> None:
         self._module = module
         self._ledger = ledger
         self._unit_samples = unit_samples
         self._context = context
         self._exact: dict[Hashable, StepFlops] = {}
+        self._format = format
+        self._told_share = False
         self._warned: set[str] = set()
         self.predicted: Callable[[Hashable], StepFlops | None] = lambda shape: None
 
@@ -101,6 +112,24 @@ class StepMetering:
             for book in (prices, prices.with_fleet_price(1.0))
         )
         return now, at_one
+
+    def look_at_prediction(self, counter: FlopCounter) -> None:
+        """Name what a prediction left uncounted, and say how much of it stayed out of its number format.
+
+        Attention, LSTM layers and transposed convolutions are no operations that a format lowers. Where they are most
+        of the work, a "low-precision" prediction is nearly an exact one, and its statistics flatter the format.
+        """
+        self.warn_uncounted(counter.uncounted)
+        counts = counter.counts().by_format()
+        share = counts.get(self._format, 0) / max(1, sum(counts.values()))
+        if share < LOWERED_SHARE and not self._told_share:
+            self._told_share = True
+            others = ", ".join(f"{name} {n:,}" for name, n in counts.items() if name != self._format)
+            rank_zero_warn(
+                f"Only {share:.0%} of a prediction's FLOPs run in {self._format} (the others: {others}): fused "
+                "attention, LSTM layers and transposed convolutions stay in high precision. The gradients are right, "
+                "but delta, R and the fleet price describe a mixture; price it with PriceBook(fleet_formats=...)."
+            )
 
     def warn_uncounted(self, names: set[str]) -> None:
         """Name heavy operations without a formula, each once."""
