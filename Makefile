@@ -7,16 +7,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 # Two processes with one thread each beat one process with two on the tests' tiny tensors.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --quiet
-SOURCES := lightning_ledger examples tests $(wildcard benchmarks)
+SOURCES := lightning_ledger examples tests benchmarks docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo tune test test-slow lint format bench clean
+.PHONY: help demo docs tune test test-slow lint format bench clean
 
 help: ## show this text
 	@echo "lightning-ledger: what would your Lightning run cost with most gradients from idle inference hardware?"
 	@echo
 	@echo "  make demo        train a small GPT seven ways, compare what each one cost (about 10 minutes, 2 cores)"
+	@echo "  make docs        put the last demo's picture and table into README.md and docs/"
 	@echo "  make tune        redo the learning-rate sweep behind the demo (about 30 minutes)"
 	@echo "  make test        run the tests, doctests included"
 	@echo "  make test-slow   run the slow tests too"
@@ -48,6 +49,9 @@ $(VENV)/.dev: $(VENV)/.core
 
 demo: $(VENV)/.core
 	@$(BIN)/python examples/demo.py run
+
+docs: $(VENV)/.core
+	@$(BIN)/python docs/update_demo.py
 
 tune: $(VENV)/.core
 	@$(BIN)/python examples/demo.py tune

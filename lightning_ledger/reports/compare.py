@@ -19,7 +19,6 @@ __all__ = ["TRAINING_TIERS", "Comparison", "Point", "Row", "compare"]
 TRAINING_TIERS = tuple(tier for tier in TIERS if tier != "validation")
 """The tiers that make up a run's total. Validation measures the experiment; it is shown apart."""
 
-TOLERANCE = 0.02
 
 Mode = Literal["min", "max"]
 
@@ -115,9 +114,9 @@ def compare(
 ) -> Comparison:
     """Reads the runs' ledgers and prices them, in one common unit.
 
-    Without a ``target``, it is what the best exact run reached at its best, loosened by 2% of the progress
-    that run made since its first mark: near its floor a run spends most of its cost on the last hairbreadth.
-    Without an exact run, the best run of all takes its place. The cost to reach the target is that of the
+    Without a ``target``, it is the value that every exact run reached, so that all of them are rivals: the best
+    of the one that got least far. Pass a stricter one to compare only those that got further. Without an exact
+    run, all runs take their place. The cost to reach the target is that of the
     first *measured* value at or beyond it: nothing is interpolated, so it is known to within one validation
     interval.
 
@@ -251,11 +250,9 @@ def _default_target(rows: Sequence[Row], mode: Mode) -> tuple[float, str]:
     candidates = exact or [row for row in rows if math.isfinite(row.best)]
     if not candidates:
         raise ValueError("No run has a finite value of the metric, so there is no target: pass target=...")
-    best = (min if mode == "min" else max)(candidates, key=lambda row: row.best)
-    progress = best.first - best.best if math.isfinite(best.first) else 0.0
+    loosest = (max if mode == "min" else min)(candidates, key=lambda row: row.best)
     kind = "exact run" if exact else "run (none is exact)"
-    rule = f"the best of the best {kind}, {best.label!r}, loosened by {TOLERANCE:.0%} of its progress"
-    return best.best + TOLERANCE * progress, rule
+    return loosest.best, f"which every {kind} reached: the best of {loosest.label!r}, that got least far"
 
 
 def _reached(curve: Sequence[Point], target: float, mode: Mode) -> float | None:
