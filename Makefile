@@ -66,6 +66,7 @@ lint: $(VENV)/.dev
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/mypy
+	@$(BIN)/mypy benchmarks
 
 format: $(VENV)/.dev
 	@$(BIN)/ruff check --fix $(SOURCES)
