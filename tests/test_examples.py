@@ -309,7 +309,7 @@ def test_demo_arms_do_what_their_names_say(monkeypatch):
 def test_demo_configurations_build_the_trainer_they_describe(monkeypatch, name):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["lightning-ledger"])
-    configs = ["--config", str(CONFIGS / "base.yaml"), "--config", str(CONFIGS / f"{name}.yaml")]
+    configs = ["--config", str(ROOT / "configs" / "demo.yaml"), "--config", str(CONFIGS / f"{name}.yaml")]
     cli = LightningCLI(subclass_mode_model=True, subclass_mode_data=True, run=False, args=configs)
     stack = [type(callback).__name__ for callback in cli.trainer.callbacks]
     expected = {"exact": "ledger", "gpcv": "gpcv"}.get(name.partition("-")[0], "predicted")

@@ -63,6 +63,7 @@ def test_resuming_twice_from_one_checkpoint_loses_both_attempts(tmp_path: Path) 
 
 def test_resume_in_a_new_directory(tmp_path: Path) -> None:
     state = checkpoint_after(tmp_path / "old", 5, beyond=3)
+    (tmp_path / "old" / "ledger.jsonl").unlink()
     ledger = resume(state, tmp_path / "new")
     train(ledger, 5)
     ledger.close()
@@ -70,6 +71,21 @@ def test_resume_in_a_new_directory(tmp_path: Path) -> None:
     assert_file_tells(tmp_path / "new", ledger)
     assert [r["type"] for r in lines(tmp_path / "new" / "ledger.jsonl")] == ["header", "resume", "steps"]
     assert [(s.first, s.count) for s in read_ledger(tmp_path / "new").segments] == [(6, 5)]
+
+
+def test_resume_in_a_new_directory_takes_the_old_file_along(tmp_path: Path) -> None:
+    state = checkpoint_after(tmp_path / "old", 5, beyond=3)
+    before = (tmp_path / "old" / "ledger.jsonl").read_bytes()
+    moved, beside = resume(state, tmp_path / "new"), resume(state, tmp_path / "old")
+    for ledger, folder in ((moved, "new"), (beside, "old")):
+        train(ledger, 5)
+        ledger.close()
+        assert_file_tells(tmp_path / folder, ledger)
+    # Both tell the same: the three steps beyond the checkpoint as waste, and the marks before it.
+    assert moved.totals() == beside.totals()
+    assert {account for account in moved.totals() if account.startswith("waste/")}
+    new = (tmp_path / "new" / "ledger.jsonl").read_bytes()
+    assert new.startswith(before)
 
 
 def test_resume_from_the_end_adds_no_line(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from docs.update_demo import MARKERS, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +20,7 @@ def test_the_readmes_table_is_that_of_the_committed_comparison() -> None:
     assert {"exact-1", "exact-4", "exact-16", "predicted-int4", "mixed-int4", "gpcv-int8", "gpcv-int4"} == labels
 
 
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning's advice on its default logger
 def test_the_readmes_python_runs() -> None:
     readme = (ROOT / "README.md").read_text()
     snippet = readme.partition("```python\n")[2].partition("```")[0]
