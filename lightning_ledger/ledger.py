@@ -270,7 +270,7 @@ class Ledger:
                     f"{expected!r}: it is not a ledger's state, or another version wrote it."
                 )
         fresh = Ledger(flush_seconds=self.flush_seconds)
-        fresh.run, fresh._origin = str(state["run"]), state["path"]
+        fresh.run, fresh._origin = str(state["run"]), state.get("path")
         fresh._steps, fresh._segments = int(state["steps"]), int(state["segments"])
         fresh._forward_flops = state["forward_flops"]
         fresh._totals = {account: Work.from_dict(work) for account, work in state["totals"].items()}
@@ -290,7 +290,7 @@ class Ledger:
             raise ValueError(
                 f"{scan.path} counts in forward-equivalents of {history.forward_flops} FLOPs, but this "
                 f"ledger has forward_flops={self._forward_flops}: the model or micro-batch changed. Resume "
-                "into a new directory."
+                "with those it was trained with, or start a new run."
             )
         lost: dict[str, Work] = {}
         for account, work in history.totals.items():

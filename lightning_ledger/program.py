@@ -29,6 +29,7 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _CONTAINERS = (list, dict, set, deque)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
@@ -148,26 +149,29 @@ def _remember_content(value: Any, seen: set[int], tensors: bool) -> Iterator[Cal
         yield functools.partial(value.set_state, value.get_state())
     elif isinstance(value, random.Random):
         yield functools.partial(value.setstate, value.getstate())
+    elif isinstance(value, np.random.RandomState):
+        yield functools.partial(value.set_state, value.get_state())
     elif isinstance(value, np.random.Generator):
         yield functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if not isinstance(value, (Tensor, *_CONTAINERS)) or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        if tensors:
-            yield functools.partial(_put_back, value, value.detach().clone())
+        if tensors and not value.is_inference():
+            yield functools.partial(_put_back, value, value.detach().clone(), value._version)
         return
     content = copy.copy(value)
     yield functools.partial(_refill, value, content)
     if isinstance(value, set):
         return
+    inside = (*_CONTAINERS, Tensor, *_GENERATORS) if isinstance(content, dict) else (*_CONTAINERS, *_GENERATORS)
     for item in content.values() if isinstance(content, dict) else content:
-        if not isinstance(item, Tensor) or isinstance(content, dict):
+        if isinstance(item, inside):  # a vocabulary has a hundred thousand items that are not
             yield from _remember_content(item, seen, tensors)
 
 
-def _put_back(tensor: Tensor, content: Tensor) -> None:
-    if not torch.equal(tensor, content):
+def _put_back(tensor: Tensor, content: Tensor, version: int) -> None:
+    if tensor._version != version:
         with torch.no_grad():
             tensor.copy_(content)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,61 @@ def test_a_step_that_changes_its_trainable_set_is_counted_each_time(tmp_path: Pa
     backward = head + 2 * (2 * head + 2 * BATCH * 6 * 10)
     totals = callback.ledger.totals()
     assert (totals["scarce/forward"].flops, totals["scarce/backward"].flops) == (STEPS * forward, backward)
+
+
+def test_attributes_that_cannot_be_compared_are_no_obstacle(tmp_path: Path) -> None:
+    module = Model()
+    module.adjacency = torch.eye(3).to_sparse()
+    module.missing = torch.full((1,), torch.nan).expand(3)
+    assert fit(module, tmp_path, *stack()).global_step == STEPS
+
+
+def test_a_batch_of_the_users_own_class_is_copied_for_every_pass(tmp_path: Path) -> None:
+    class Batch:
+        def __init__(self, x: Tensor, y: Tensor) -> None:
+            self.x, self.y, self.me = x, y, self
+
+    class Own(Model):
+        def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> Any:
+            return Batch(batch["x"], batch["y"])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            batch.x.mul_(0.5)
+            return functional.mse_loss(self.layers(batch.x), batch.y)
+
+    def split(batch: Batch, n: int) -> list[Batch]:
+        return [Batch(x, y) for x, y in zip(batch.x.chunk(n), batch.y.chunk(n), strict=True)]
+
+    stock, ours = Own(), Own()
+    fit(stock, tmp_path, ComputeLedger(), predicted=False)
+    fit(ours, tmp_path, *stack(split_fn=split, weights=lambda batch: len(batch.x)))
+    torch.testing.assert_close(weights(ours), weights(stock), rtol=1e-5, atol=1e-7)
+
+
+def test_frozen_low_precision_layers_are_given_their_rounding(tmp_path: Path) -> None:
+    class Adapter(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(6, 6).to(torch.bfloat16).requires_grad_(False)
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            x = self.base(batch["x"].to(torch.bfloat16)).float()
+            return functional.mse_loss(self.layers(x), batch["y"])
+
+    assert fit(Adapter(), tmp_path, *stack()).global_step == STEPS
+
+
+class Switching(Model):
+    summed = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return functional.mse_loss(self.layers(batch["x"]), batch["y"], reduction="sum" if self.summed else "mean")
+
+
+def test_each_fit_is_checked_and_callbacks_can_be_pickled_between(tmp_path: Path) -> None:
+    module, callbacks = Switching(), stack()
+    fit(module, tmp_path, *callbacks)
+    callbacks = pickle.loads(pickle.dumps(callbacks))
+    module.summed = True
+    with pytest.raises(MisconfigurationException, match="weights='sum'"):
+        fit(module, tmp_path, *callbacks)

@@ -46,6 +46,10 @@ class ControlVariate(pl.Callback):
         self.correction = Correction(number, scope, decay)
         self._module: weakref.ref[pl.LightningModule] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: everything but the reference to the module."""
+        return {**self.__dict__, "_module": None}
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Configure the strategy."""
         if stage == "fit":

@@ -96,12 +96,17 @@ class GradientPrediction(pl.Callback):
         self.state = PredictionState(torch.Generator().manual_seed(seed))
         self._module: weakref.ref[pl.LightningModule] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: everything but the reference to the module."""
+        return {**self.__dict__, "_module": None}
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Configure the strategy."""
         if stage == "fit":
             if self._module is not None and self._module() is not pl_module:  # another module, another run
                 self.state = PredictionState(torch.Generator().manual_seed(self.prediction.seed))
             self._module = weakref.ref(pl_module)
+            self.state.checked = False  # data and loss may be others; a checkpoint, loaded later, may say better
             predicting_strategy(trainer, self).predict_with(self.prediction, self.state)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -83,8 +83,9 @@ class StepMeter:
         if self._counter is not None:
             flops = self._counter.counts()
             self._warn(self._counter.uncounted)
-            # A step that changed its own batch or trainable set would be looked up under another key.
-            if self._backward and module.automatic_optimization and self._key(module, batch) == self._started:
+            # A step that changed its own trainable set is another one next time.
+            same = isinstance(self._started, tuple) and self._started[1] == tuple(trainable(module))
+            if self._backward and module.automatic_optimization and same:
                 self._counted[self._started] = flops
         else:
             flops = self._counted[self._started]

@@ -133,33 +133,30 @@ def check_separable(
     # evaluation mode, where functional dropout is off as well.
     for mode in (_without_dropout_layers, _evaluating)[batchnorm:]:
         with mode(module):
-            first, again = (_Sum.of(module, [(cuts[0][0], 1.0)], arguments, context, seed) for seed in (0, 1))
-            if not (math.isfinite(first.loss) and math.isfinite(again.loss)):
-                return False
-            if again.loss != first.loss:
-                continue
-            sides = [
-                (
-                    first if piece is cuts[0][0] else _Sum.of(module, [(piece, 1.0)], arguments, context),
-                    _Sum.of(module, [(part.data, part.weight) for part in parts], arguments, context),
-                )
-                for piece, parts in cuts
-            ]
-            break
-    else:
-        rank_zero_warn(
-            f"{step} draws random numbers even in evaluation mode, so whether its loss is separable over samples "
-            "cannot be checked by comparing values. If each sample's loss depends on no other sample, silence this "
-            "with GradientPrediction(check_separable=False)."
-        )
-        return True
-    if not all(math.isfinite(value) for side in sides for total in side for value in (total.loss, total.size)):
-        return False
-    for whole, apart in sides:
-        losses_differ = abs(whole.loss - apart.loss) > loss_tolerance * (1e-6 + abs(whole.loss) + abs(apart.loss))
-        difference = whole.distance(apart) / (1e-12 + whole.size + apart.size)
-        if losses_differ or difference > gradient_tolerance:
-            raise MisconfigurationException(_not_separable(step, whole.loss, apart.loss, difference, losses_differ))
+            again = _Sum.of(module, [(cuts[0][0], 1.0)], arguments, context, seed=1).loss
+            for number, (piece, parts) in enumerate(cuts):
+                whole = _Sum.of(module, [(piece, 1.0)], arguments, context)
+                if number == 0 and again != whole.loss:
+                    break  # it draws random numbers
+                apart = _Sum.of(module, [(part.data, part.weight) for part in parts], arguments, context)
+                if not all(math.isfinite(x) for side in (whole, apart) for x in (side.loss, side.size)):
+                    return False
+                slack = loss_tolerance * (1e-6 + abs(whole.loss) + abs(apart.loss))
+                losses_differ = abs(whole.loss - apart.loss) > slack
+                difference = whole.distance(apart) / (1e-12 + whole.size + apart.size)
+                if losses_differ or difference > gradient_tolerance:
+                    raise MisconfigurationException(
+                        _not_separable(step, whole.loss, apart.loss, difference, losses_differ)
+                    )
+            else:
+                return True
+        if not math.isfinite(again):
+            return False
+    rank_zero_warn(
+        f"{step} draws random numbers even in evaluation mode, so whether its loss is separable over samples cannot be "
+        "checked by comparing values. If each sample's loss depends on no other sample, silence this with "
+        "GradientPrediction(check_separable=False)."
+    )
     return True
 
 
@@ -170,9 +167,7 @@ def _modes(module: nn.Module, switched_off: Callable[[nn.Module], bool]) -> Iter
         for layer in modes:
             if switched_off(layer):
                 layer.training = False
-        # cuDNN's recurrent layers have no backward pass in evaluation mode; PyTorch's own have one.
-        with torch.backends.cudnn.flags(enabled=False):
-            yield
+        yield
     finally:
         for layer, training in modes.items():
             layer.training = training
@@ -182,8 +177,15 @@ def _without_dropout_layers(module: nn.Module) -> contextlib.AbstractContextMana
     return _modes(module, lambda layer: isinstance(layer, _DropoutNd))
 
 
-def _evaluating(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    return _modes(module, lambda layer: True)
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    # cuDNN's recurrent layers have no backward pass in evaluation mode; PyTorch's own have one.
+    enabled, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
+    try:
+        with _modes(module, lambda layer: True):
+            yield
+    finally:
+        torch.backends.cudnn.enabled = enabled
 
 
 class _Sum(NamedTuple):
@@ -209,9 +211,8 @@ class _Sum(NamedTuple):
             if result is None:
                 return cls(math.nan, {}, math.nan)
             loss += weight * float(result[0])
-            gradients = {name: g.double() for name, g in result[1].items() if g is not None}
-            total.add(gradients, weight)
-            size += weight * _norm(gradients.values())
+            total.add(result[1], weight)
+            size += weight * _norm(g for g in result[1].values() if g is not None)
         return cls(loss, total.total, size)
 
     def distance(self, other: _Sum) -> float:
@@ -221,7 +222,7 @@ class _Sum(NamedTuple):
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+    return math.hypot(*(float(t.float().norm()) for t in tensors))
 
 
 def _tolerances(module: pl.LightningModule, context: Context) -> tuple[float, float]:
@@ -229,7 +230,7 @@ def _tolerances(module: pl.LightningModule, context: Context) -> tuple[float, fl
     with context():
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             return LOW_PRECISION_TOLERANCE
-    kinds = {p.dtype for p in module.parameters() if p.requires_grad}
+    kinds = {p.dtype for p in module.parameters() if p.is_floating_point()}  # frozen low-precision layers round too
     return max(TOLERANCE.get(kind, LOW_PRECISION_TOLERANCE) for kind in kinds)
 
 

@@ -180,7 +180,7 @@ class GradientEstimator:
             control,
             corrected,
             coefficients([m.weight for m in microbatches], control, corrected),
-            lam=self.correction.now(layers) if corrected and self.correction else torch.ones(len(layers)),
+            lam=self.correction.now(self._layout) if corrected and self.correction else torch.ones(len(layers)),
             loss_leaf=torch.zeros((), dtype=dtype, device=first.device, requires_grad=True),
             exact=ExactPasses(self.module, self._metering, self._context),
             asked=set(control),

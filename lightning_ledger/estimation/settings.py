@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ledger.control_variate import Scope, Statistics, optimal_coefficient
+from lightning_ledger.control_variate import Layout, Scope, Statistics, optimal_coefficient
 from lightning_ledger.microbatches import WeightSpec
 
 
@@ -55,16 +55,21 @@ class Correction:
         scope: one lam per layer, or one for all.
         decay: of the running averages.
         statistics: carried from step to step, and into checkpoints.
+        names: of the parameters that they are about; None if a checkpoint brought them.
     """
 
     coefficient: float | None = None
     scope: Scope = "layer"
     decay: float = 0.95
     statistics: Statistics | None = None
+    names: tuple[str, ...] | None = None
 
-    def now(self, layers: Sequence[str]) -> Tensor:
-        """[L] lam for this step, from the steps before it."""
-        if self.statistics is None or self.statistics.layers != tuple(layers):
+    def now(self, layout: Layout) -> Tensor:
+        """[L] lam for this step, from the steps before it; statistics of other parameters are forgotten."""
+        layers = layout.layers
+        same = self.names in (None, layout.names) and self.statistics is not None and self.statistics.layers == layers
+        self.names = layout.names
+        if self.statistics is None or not same:
             self.statistics = Statistics.start(layers, self.decay)
         if self.coefficient is not None:
             return torch.full((len(layers),), float(self.coefficient), dtype=torch.float64)

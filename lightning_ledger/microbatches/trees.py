@@ -89,8 +89,8 @@ def rebuild(node: Any, values: Sequence[Any]) -> Any:
 def shape_key(tree: Any) -> Hashable:
     """A cache key for anything that depends on a batch's shapes alone, such as its FLOP count.
 
-    Nested structure, keys, tensor shapes and dtypes take part, and the lengths of strings; values do not. An object
-    of a class of its own counts by its attributes.
+    Nested structure, keys, tensor shapes and dtypes take part; values do not. An object of a class of its own counts
+    by the tensors among its attributes, other leaves by type.
 
     Args:
         tree: any batch.
@@ -105,8 +105,6 @@ def shape_key(tree: Any) -> Hashable:
     """
     if isinstance(tree, Tensor):
         return (Tensor, tree.dtype, tree.numel()) if tree.is_nested else (Tensor, tree.dtype, tree.shape)
-    if isinstance(tree, str | bytes):
-        return (type(tree), len(tree))
     if isinstance(tree, _SCALARS):
         return (type(tree),)
     if isinstance(tree, dict) and not _is_dataclass(tree):
@@ -115,7 +113,9 @@ def shape_key(tree: Any) -> Hashable:
         return (type(tree), *[shape_key(value) for value in tree])
     if isinstance(tree, np.ndarray):
         return (np.ndarray, tree.dtype, tree.shape)
-    parts = children(tree) or list(getattr(tree, "__dict__", {}).items())
+    parts = children(tree) or [
+        (name, value) for name, value in getattr(tree, "__dict__", {}).items() if isinstance(value, Tensor | np.ndarray)
+    ]
     return (type(tree), *[(label, shape_key(value)) for label, value in parts])
 
 
@@ -123,7 +123,7 @@ def private_copy(tree: Any) -> Any:
     """The same batch in containers and tensors of its own, for code that may write to it.
 
     Args:
-        tree: any batch. Objects of a class of their own are copied one level deep, other leaves are shared.
+        tree: any batch. Of an object of a class of its own, the tensors among its attributes are copied.
 
     >>> batch = {"x": torch.zeros(2)}
     >>> private_copy(batch).pop("x").add_(1)
@@ -139,7 +139,11 @@ def private_copy(tree: Any) -> Any:
     if found is Kind.SHARED:
         return tree
     if found is Kind.OPAQUE:
-        return copy.copy(tree)
+        twin = copy.copy(tree)
+        for name, value in getattr(twin, "__dict__", {}).items():
+            if isinstance(value, Tensor | np.ndarray):
+                twin.__dict__[name] = private_copy(value)
+        return twin
     return rebuild(tree, [private_copy(value) for _, value in children(tree)])
 
 
