@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -110,8 +111,8 @@ class StepFlops:
 
     Example:
         >>> step = StepFlops({"fp32": 100}, {"fp32": 200})
-        >>> step.total, step.gradient_in_forwards
-        (300, 3.0)
+        >>> step.total
+        300
     """
 
     forward: Mapping[str, int]
@@ -121,12 +122,6 @@ class StepFlops:
     def total(self) -> int:
         """FLOPs of both passes together."""
         return sum(self.forward.values()) + sum(self.backward.values())
-
-    @property
-    def gradient_in_forwards(self) -> float:
-        """What one exact gradient costs in forward passes: F = 1 + backward / forward."""
-        forward = sum(self.forward.values())
-        return self.total / forward if forward else 1.0
 
     def forward_equivalent(self, samples: int, unit_samples: int | None) -> int:
         """FLOPs of one forward-equivalent: of this forward pass, or of its share for ``unit_samples`` samples.
@@ -218,9 +213,18 @@ class FlopCounter(TorchDispatchMode):
         return StepFlops(dict(self._counts["forward"]), dict(self._counts["backward"]))
 
 
-def uncounted_warning(names: set[str]) -> str:
-    """What to tell a user whose model runs heavy operations without a FLOP formula."""
-    return (
-        f"No FLOP formula for {', '.join(sorted(names))}: this work is missing from the ledger. Register one with "
-        "torch.utils.flop_counter.register_flop_formula."
-    )
+class UncountedWarning:
+    """Tells a user, once for each, which heavy operations of the model have no FLOP formula."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, names: set[str]) -> None:
+        """Warn of the names that were not told yet."""
+        new = names - self._told
+        if new:
+            self._told |= new
+            rank_zero_warn(
+                f"No FLOP formula for {', '.join(sorted(new))}: this work is missing from the ledger. Register one "
+                "with torch.utils.flop_counter.register_flop_formula."
+            )

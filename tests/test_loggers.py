@@ -18,6 +18,7 @@ from lightning_ledger import PriceBook
 from lightning_ledger.callbacks import ComputeLedger, ControlVariate, GradientPrediction
 from lightning_ledger.control_variate import report
 from lightning_ledger.ledger import verify_ledger
+from tests.lightning_runs import trainer as quiet_trainer
 
 OURS = ("ledger/", "gpcv/")
 # 7 batches in windows of 2: 4 optimizer steps.
@@ -50,18 +51,14 @@ class Model(L.LightningModule):
 def fit(directory: Path, *callbacks: L.Callback, strategy: str = "auto", logger: object = False) -> L.Trainer:
     L.seed_everything(0, verbose=False)
     data = torch.randn(BATCHES * 8, 5, generator=torch.Generator().manual_seed(1))
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
+        directory,
+        *callbacks,
         strategy=strategy,
-        accelerator="cpu",
-        callbacks=list(callbacks),
         logger=logger,
         max_epochs=1,
         accumulate_grad_batches=2,
         log_every_n_steps=1,
-        default_root_dir=directory,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
     )
     trainer.fit(Model(), DataLoader(data, batch_size=8), DataLoader(data[:6], batch_size=3))
     assert trainer.global_step == STEPS

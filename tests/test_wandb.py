@@ -22,6 +22,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from lightning_ledger import PriceBook
 from lightning_ledger.callbacks import ComputeLedger, ControlVariate, GradientPrediction
 from lightning_ledger.ledger import read_ledger
+from tests.lightning_runs import trainer as quiet_trainer
 
 LEDGER_KEYS = {
     "ledger/total",
@@ -152,18 +153,14 @@ def fit(directory: Path, *callbacks: L.Callback, strategy: str = "predicted_grad
     data = torch.randn(BATCHES * 8, 5, generator=torch.Generator().manual_seed(1))
     recorder = Recorder()
     logger = WandbLogger(project="ledgers", save_dir=directory)
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
+        directory,
+        *callbacks,
         strategy=strategy,
-        accelerator="cpu",
-        callbacks=list(callbacks),
         logger=[logger, recorder],
         max_epochs=EPOCHS,
         accumulate_grad_batches=2,
         log_every_n_steps=1,
-        default_root_dir=directory,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
     )
     trainer.fit(Model(), DataLoader(data, batch_size=8), DataLoader(data[:6], batch_size=3))
     assert trainer.global_step == STEPS

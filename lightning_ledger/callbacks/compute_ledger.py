@@ -11,11 +11,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ledger.callbacks.common import log_values, update_wandb_config, wandb_runs
 from lightning_ledger.callbacks.meter import StepMeter
-from lightning_ledger.flops import uncounted_warning
+from lightning_ledger.flops import UncountedWarning
 from lightning_ledger.ledger import Ledger, by_tier
 from lightning_ledger.microbatches import TokenWeights
 from lightning_ledger.prices import PriceBook
@@ -79,7 +78,7 @@ class ComputeLedger(pl.Callback):
         self._foreign = True
         self._stepped = 0
         self._pending: tuple[pl.LightningModule, Any] | None = None  # the batch in training, until it is charged
-        self._warned: set[str] = set()
+        self._warn_uncounted = UncountedWarning()
         self._known_metrics: set[str] = set()
 
     # ---------------------------------------------------------------------------------------------------------- set-up
@@ -278,12 +277,6 @@ class ComputeLedger(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the totals of the checkpoint."""
         self.ledger.load_state_dict(state_dict)
-
-    def _warn_uncounted(self, names: set[str]) -> None:
-        new = names - self._warned
-        if new:
-            self._warned |= new
-            rank_zero_warn(uncounted_warning(new))
 
 
 def _version(package: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_ledger.flops import FlopCounter, Phase, StepFlops, uncounted_warning
+from lightning_ledger.flops import FlopCounter, Phase, StepFlops, UncountedWarning
 from lightning_ledger.ledger import Ledger, Work
 from lightning_ledger.microbatches import MicroBatch, shape_key
 from lightning_ledger.prices import PriceBook
@@ -44,7 +44,7 @@ class StepMetering:
         self._exact: dict[Hashable, StepFlops] = {}
         self._format = format
         self._told_share = False
-        self._warned: set[str] = set()
+        self._warn_uncounted = UncountedWarning()
         self.predicted: Callable[[Hashable], StepFlops | None] = lambda shape: None
 
     def restart(self, predicted: Callable[[Hashable], StepFlops | None]) -> None:
@@ -67,7 +67,7 @@ class StepMetering:
     def keep(self, part: MicroBatch, counter: FlopCounter) -> None:
         """Remember what a finished pass took."""
         self._exact[shape_key(part.data)] = counter.counts()
-        self.warn_uncounted(counter.uncounted)
+        self._warn_uncounted(counter.uncounted)
 
     def exact(self, part: MicroBatch) -> StepFlops | None:
         """FLOPs of an exact gradient on such a micro-batch; a prediction multiplies the same shapes."""
@@ -119,7 +119,7 @@ class StepMetering:
         Attention, LSTM layers and transposed convolutions are no operations that a format lowers. Where they are most
         of the work, a "low-precision" prediction is nearly an exact one, and its statistics flatter the format.
         """
-        self.warn_uncounted(counter.uncounted)
+        self._warn_uncounted(counter.uncounted)
         counts = counter.counts().by_format()
         share = counts.get(self._format, 0) / max(1, sum(counts.values()))
         if share < LOWERED_SHARE and not self._told_share:
@@ -130,10 +130,3 @@ class StepMetering:
                 "attention, LSTM layers and transposed convolutions stay in high precision. The gradients are right, "
                 "but delta, R and the fleet price describe a mixture; price it with PriceBook(fleet_formats=...)."
             )
-
-    def warn_uncounted(self, names: set[str]) -> None:
-        """Name heavy operations without a formula, each once."""
-        new = names - self._warned
-        if new:
-            self._warned |= new
-            rank_zero_warn(uncounted_warning(new))
