@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ledger.precision import FORMATS, ROUNDINGS, Format
 from lightning_ledger.precision.formats import RowInteger
+from lightning_ledger.precision.rounding import Noise, noise_from
 
 # A format nobody registered: the contract must hold for a newcomer too.
 ALL_FORMATS = [*FORMATS.values(), RowInteger("int6", bits=6)]
@@ -28,8 +29,8 @@ def rand(*shape: int, seed: int = 0, device: str = "cpu", requires_grad: bool = 
     return x.requires_grad_(requires_grad)
 
 
-def generator(rounding: str, device: str = "cpu", seed: int = 0) -> Generator | None:
-    return None if rounding == "nearest" else Generator(device).manual_seed(seed)
+def generator(rounding: str, device: str = "cpu", seed: int = 0) -> Noise | None:
+    return None if rounding == "nearest" else noise_from(Generator(device).manual_seed(seed))
 
 
 def grid_step(fmt: Format, x: Tensor, dim: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from lightning_ledger.precision import FORMATS, ROUNDINGS, Format, Lowering, derive_seed, get_format
 from lightning_ledger.precision.formats import int_product
-from lightning_ledger.precision.rounding import dither
+from lightning_ledger.precision.rounding import dither, noise_from
 from tests.precision_oracle import (
     ROUNDED,
     ShapesOf,
@@ -162,7 +162,7 @@ def test_dither_pushes_no_number_past_the_largest(fmt: Format) -> None:
 
 
 def test_dither_is_uniform_symmetric_and_short_of_a_half() -> None:
-    noise = dither(torch.empty(2**18 + 1), Generator().manual_seed(0)).double() / 2**16
+    noise = dither(torch.empty(2**18 + 1), noise_from(Generator().manual_seed(0))).double() / 2**16
     assert noise.shape == (2**18 + 1,)
     assert (noise.abs() * 2**16 % 2 == 1).all()
     assert noise.abs().max() < 0.5

@@ -18,12 +18,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from typing import Literal
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_ledger.precision.rounding import round_to_bfloat16, round_to_floats_, round_to_integers_
+from lightning_ledger.precision.rounding import Noise, round_to_bfloat16, round_to_floats_, round_to_integers_
+
+Role = Literal["weight", "activation", "gradient"]
+"""What an operand is: a parameter, something computed forward, or a gradient with respect to such a thing."""
 
 # Keeps the scale of an all-zero row from being zero: 0 / tiny is 0, where 0 / 0 would be NaN.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -62,13 +66,23 @@ class Format(ABC):
     name: str
     bits: int
 
-    def quantize(self, x: Tensor, dim: int, noise: Generator | None = None) -> Operand:
+    @property
+    def rounds_weights_once(self) -> bool:
+        """Whether one rounded copy of a weight, made for the forward product, serves the backward one too."""
+        return False
+
+    def refuses(self, length: int) -> str:
+        """Why a product that contracts ``length`` numbers cannot run in the format; empty where it can."""
+        return ""
+
+    def quantize(self, x: Tensor, dim: int, noise: Noise | None = None, role: Role = "activation") -> Operand:
         """Round ``x`` for a product that contracts ``dim``.
 
         Args:
             x: floating point, [..., M, K] or [..., K, N]; it is not changed.
             dim: the contracted axis: -1 for a left operand, -2 for a right one.
-            noise: a generator on the device of ``x`` for stochastic rounding; None rounds to nearest.
+            noise: for stochastic rounding; None rounds to nearest.
+            role: what ``x`` is, for formats that treat weights, activations and gradients differently.
 
         Returns:
             The operand. Zeros stay zeros. Where ``x`` is infinite or NaN, neither it nor what it is scaled
@@ -88,11 +102,11 @@ class Format(ABC):
             )
         # Elementwise work on a transposed view is several times slower, so round what it is a view of.
         if x.stride(-2) == 1 != x.stride(-1):
-            return self._encode(x.mT, -3 - dim, noise).transpose()
-        return self._encode(x, dim, noise)
+            return self._encode(x.mT, -3 - dim, noise, role).transpose()
+        return self._encode(x, dim, noise, role)
 
     @abstractmethod
-    def _encode(self, x: Tensor, dim: int, noise: Generator | None) -> Operand:
+    def _encode(self, x: Tensor, dim: int, noise: Noise | None, role: Role) -> Operand:
         """``quantize`` for a checked ``dim`` and a layout that is cheap to read."""
 
     def multiply(self, a: Operand, b: Operand) -> Tensor:
@@ -116,7 +130,7 @@ class Format(ABC):
 class Identity(Format):
     """No rounding: lowered operations run unchanged."""
 
-    def _encode(self, x: Tensor, dim: int, noise: Generator | None) -> Operand:
+    def _encode(self, x: Tensor, dim: int, noise: Noise | None, role: Role) -> Operand:
         return Operand(x.float())
 
     def is_native(self, device: torch.device | str) -> bool:
@@ -130,7 +144,7 @@ class Identity(Format):
 class BFloat16(Format):
     """Torch's own bfloat16 kernels: sums in fp32, results rounded to bfloat16 as those kernels do."""
 
-    def _encode(self, x: Tensor, dim: int, noise: Generator | None) -> Operand:
+    def _encode(self, x: Tensor, dim: int, noise: Noise | None, role: Role) -> Operand:
         return Operand(round_to_bfloat16(x, noise))
 
     def is_native(self, device: torch.device | str) -> bool:
@@ -154,7 +168,7 @@ class RowInteger(Format):
     gives the same numbers while sums stay below 2**24 (a contraction of up to 1040 at 8 bits).
     """
 
-    def _encode(self, x: Tensor, dim: int, noise: Generator | None) -> Operand:
+    def _encode(self, x: Tensor, dim: int, noise: Noise | None, role: Role) -> Operand:
         limit = 2 ** (self.bits - 1) - 1
         y, scale = _scaled(x.float(), dim, limit)
         values = round_to_integers_(y, noise)
@@ -196,7 +210,7 @@ class RowFloat(Format):
     min_exponent: int
     largest: float
 
-    def _encode(self, x: Tensor, dim: int, noise: Generator | None) -> Operand:
+    def _encode(self, x: Tensor, dim: int, noise: Noise | None, role: Role) -> Operand:
         y, scale = _scaled(x.float(), dim, self.largest)
         return Operand(round_to_floats_(y, self.mantissa_bits, self.min_exponent, noise), scale)
 
@@ -221,7 +235,7 @@ class BlockInteger(Format):
 
     block: int
 
-    def _encode(self, x: Tensor, dim: int, noise: Generator | None) -> Operand:
+    def _encode(self, x: Tensor, dim: int, noise: Noise | None, role: Role) -> Operand:
         limit = 2 ** (self.bits - 1) - 1
         length = x.shape[dim]
         x = x.float()

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ledger.precision.formats import Format, Identity, Operand, get_format
-from lightning_ledger.precision.rounding import ROUNDINGS, derive_seed
+from lightning_ledger.precision.rounding import ROUNDINGS, Noise, derive_seed, noise_from
 
 aten = torch.ops.aten
 
@@ -101,11 +101,11 @@ class Lowering:
         """
         return self.format.name if func in _RULES and _applies(func, args) else None
 
-    def generator(self, device: torch.device, *parts: object) -> Generator | None:
-        """A new private generator seeded by ``parts``; None for nearest rounding."""
+    def noise(self, device: torch.device, *parts: object) -> Noise | None:
+        """Noise from a new private generator seeded by ``parts``; None for nearest rounding."""
         if self.rounding == "nearest":
             return None
-        return Generator(device).manual_seed(derive_seed(*parts))
+        return noise_from(Generator(device).manual_seed(derive_seed(*parts)))
 
 
 class _LoweringMode(TorchDispatchMode):
@@ -115,7 +115,7 @@ class _LoweringMode(TorchDispatchMode):
         super().__init__()
         self._lowering = lowering
         self._seed = seed
-        self._noise: dict[torch.device, Generator | None] = {}
+        self._noise: dict[torch.device, Noise | None] = {}
         self._weights = lowering._weights
         if get_proxy_mode() is not None:
             if lowering.rounding != "nearest":
@@ -145,11 +145,11 @@ class _LoweringMode(TorchDispatchMode):
         if (identity := self._weights.identify(x, dim)) is not None:
 
             def quantize(*parts: object) -> Operand:
-                return lowering.format.quantize(x, dim, lowering.generator(x.device, *parts))
+                return lowering.format.quantize(x, dim, lowering.noise(x.device, *parts))
 
             return self._weights.recall(identity, x, quantize)
         if x.device not in self._noise:
-            self._noise[x.device] = lowering.generator(x.device, "activations", self._seed)
+            self._noise[x.device] = lowering.noise(x.device, "activations", self._seed)
         return lowering.format.quantize(x, dim, self._noise[x.device])
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:

@@ -5,17 +5,21 @@ round to nearest. A number at fraction f between two neighbours goes up with pro
 for every x in range (Gupta et al., arXiv 1502.02551). Numbers already on the grid, zero among them, never
 move.
 
-What draws at all draws only from the generator it is given.
+What draws at all draws only from the noise it is given.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Generator, Tensor
 
 ROUNDINGS = ("nearest", "stochastic")
+
+Noise = Callable[[Tensor], Tensor]
+"""Gives one uniform random int16 for each element of its argument, in the argument's shape and on its device."""
 
 _DITHER_UNIT = 2.0**-16
 _FP32_EXPONENT = 0x7F800000
@@ -41,7 +45,30 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def dither(like: Tensor, noise: Generator) -> Tensor:
+def noise_from(generator: Generator) -> Noise:
+    """Noise that advances ``generator``.
+
+    Drawing is the dearest step of rounding, so that one 64-bit draw serves four elements.
+
+    Args:
+        generator: on the device of what will be rounded.
+
+    Example:
+        >>> noise = noise_from(Generator().manual_seed(0))
+        >>> noise(torch.zeros(3)).dtype
+        torch.int16
+    """
+
+    def draw(like: Tensor) -> Tensor:
+        count = like.numel()
+        draws = torch.empty(-(-count // 4), dtype=torch.int64, device=like.device)
+        draws.random_(-(2**63), None, generator=generator)
+        return draws.view(torch.int16)[:count].view(like.shape)
+
+    return draw
+
+
+def dither(like: Tensor, noise: Noise) -> Tensor:
     """Draw one odd int16 per element of ``like``: uniform noise in (-1/2, 1/2) in units of 2**-16.
 
     Odd numbers are symmetric about zero and never reach a half, so the mean is exactly zero and grid points
@@ -50,17 +77,17 @@ def dither(like: Tensor, noise: Generator) -> Tensor:
 
     Args:
         like: gives the shape and the device.
-        noise: the generator to draw from, on the same device.
+        noise: what to draw from.
     """
-    return _random_int16(like, noise).bitwise_or_(1)
+    return noise(like) | 1
 
 
-def round_to_integers_(y: Tensor, noise: Generator | None) -> Tensor:
+def round_to_integers_(y: Tensor, noise: Noise | None) -> Tensor:
     """Round ``y`` to integers in place.
 
     Args:
         y: fp32, any shape.
-        noise: a generator for stochastic rounding, None for nearest (ties to even).
+        noise: for stochastic rounding; None for nearest (ties to even).
 
     Returns:
         ``y`` itself.
@@ -74,7 +101,7 @@ def round_to_integers_(y: Tensor, noise: Generator | None) -> Tensor:
     return y.round_()
 
 
-def round_to_floats_(y: Tensor, mantissa_bits: int, min_exponent: int, noise: Generator | None) -> Tensor:
+def round_to_floats_(y: Tensor, mantissa_bits: int, min_exponent: int, noise: Noise | None) -> Tensor:
     """Round ``y`` in place to a small floating-point grid, subnormals included.
 
     The grid step at y is 2**(max(floor(log2 |y|), min_exponent) - mantissa_bits). Adding and subtracting
@@ -84,7 +111,7 @@ def round_to_floats_(y: Tensor, mantissa_bits: int, min_exponent: int, noise: Ge
         y: fp32, any shape, no larger than the largest finite number of the grid.
         mantissa_bits: explicit mantissa bits of the grid (3 for e4m3).
         min_exponent: exponent of the smallest normal number (-6 for e4m3).
-        noise: a generator for stochastic rounding, None for nearest.
+        noise: for stochastic rounding; None for nearest.
 
     Returns:
         ``y`` itself. Infinite and NaN elements become NaN.
@@ -100,7 +127,7 @@ def round_to_floats_(y: Tensor, mantissa_bits: int, min_exponent: int, noise: Ge
     return y.add_(shift).sub_(shift)
 
 
-def round_to_bfloat16(x: Tensor, noise: Generator | None) -> Tensor:
+def round_to_bfloat16(x: Tensor, noise: Noise | None) -> Tensor:
     """Round to ``torch.bfloat16``, whose numbers are those of fp32 with the last 16 bits zero.
 
     Stochastic rounding adds 16 random bits to the last 16 and cuts these off: a carry rounds up.
@@ -108,7 +135,7 @@ def round_to_bfloat16(x: Tensor, noise: Generator | None) -> Tensor:
 
     Args:
         x: any floating-point tensor; it is not changed.
-        noise: a generator for stochastic rounding, None for nearest.
+        noise: for stochastic rounding; None for nearest.
 
     Returns:
         A bfloat16 tensor of the same shape; not finite where ``x`` is not.
@@ -120,18 +147,10 @@ def round_to_bfloat16(x: Tensor, noise: Generator | None) -> Tensor:
     if noise is None or x.dtype == torch.bfloat16:
         return x.to(torch.bfloat16)
     x = x.float()
-    bits = _random_int16(x, noise).to(torch.int32).bitwise_and_(_BFLOAT16_CUT)
+    bits = noise(x).to(torch.int32).bitwise_and_(_BFLOAT16_CUT)
     rounded = bits.add_(x.view(torch.int32)).bitwise_and_(~_BFLOAT16_CUT).view(torch.float32)
     # A carry can turn the bits of a NaN into those of a number; x - x is zero unless x is not finite.
     return rounded.add_(x - x).to(torch.bfloat16)
-
-
-def _random_int16(like: Tensor, noise: Generator) -> Tensor:
-    """One uniform int16 per element. Drawing is the dearest step of all, so one 64-bit draw serves four."""
-    count = like.numel()
-    draws = torch.empty(-(-count // 4), dtype=torch.int64, device=like.device)
-    draws.random_(-(2**63), None, generator=noise)
-    return draws.view(torch.int16)[:count].view(like.shape)
 
 
 def _power_of_two(y: Tensor) -> Tensor:
