@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.race import Arm, Lap
-from examples.gpt import ByteGPT
+from examples.gpt import GPT
 from examples.text import TextDataModule
 from lightning_ledger.callbacks import ComputeLedger, ControlVariate, GradientPrediction
 from lightning_ledger.strategies import PredictedGradientStrategy
@@ -156,6 +156,6 @@ def watched(owner: type, *names: str) -> Iterator[None]:
             setattr(owner, name, method)
 
 
-def _model() -> ByteGPT:
+def _model() -> GPT:
     torch.manual_seed(0)
-    return ByteGPT()
+    return GPT()

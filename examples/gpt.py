@@ -1,4 +1,4 @@
-"""A byte-level GPT as an ordinary LightningModule. It knows nothing of `lightning_ledger`."""
+"""A GPT as an ordinary LightningModule. It knows nothing of `lightning_ledger`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-VOCABULARY = 256  # one token per byte value
 
 
 class Block(nn.Module):
@@ -40,17 +38,20 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
-class ByteGPT(L.LightningModule):
-    """A small GPT over bytes, initialised and trained as GPT-2 is.
+class GPT(L.LightningModule):
+    """A GPT over bytes or other tokens, of GPT-2's architecture and initialisation.
 
-    A batch is one integer tensor of shape (samples, positions + 1): the model reads all but the last byte of
-    each row and predicts all but the first. The loss is the mean cross-entropy in nats per byte.
+    A batch is one integer tensor of shape (samples, positions + 1): the model reads all but the last token of
+    each row and predicts all but the first. The loss is the mean cross-entropy in nats per token.
+
+    With 12 layers, 12 heads, width 768, context 1024 and a vocabulary of 50257 tokens it is GPT-2 124M;
+    `configs/gpt2-124m.yaml` trains it.
 
     Args:
         layers: transformer blocks.
         heads: attention heads; must divide `width`.
         width: size of the residual stream.
-        context: the longest sequence, in bytes.
+        context: the longest sequence, in tokens.
         dropout: probability of dropping an attention weight or a residual update.
         tied: share the embedding with the output layer.
         learning_rate: AdamW's peak learning rate.
@@ -58,12 +59,14 @@ class ByteGPT(L.LightningModule):
         warmup_steps: optimizer steps over which the learning rate rises linearly from near zero.
         schedule: what follows the warm-up: the peak rate throughout, or half a cosine down to a tenth of it
             at the Trainer's last step.
+        vocabulary: how many tokens there are; 256 for bytes.
+        betas: AdamW's decay rates of the first and second moment.
 
     Raises:
         ValueError: if `heads` does not divide `width`.
 
     Example:
-        >>> model = ByteGPT(layers=1, heads=2, width=8, context=4)
+        >>> model = GPT(layers=1, heads=2, width=8, context=4)
         >>> model(torch.zeros(3, 4, dtype=torch.long)).shape
         torch.Size([3, 4, 256])
     """
@@ -80,16 +83,18 @@ class ByteGPT(L.LightningModule):
         weight_decay: float = 0.1,
         warmup_steps: int = 20,
         schedule: Literal["constant", "cosine"] = "constant",
+        vocabulary: int = 256,
+        betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"heads={heads} does not divide width={width}. Choose a multiple of it.")
         self.save_hyperparameters()
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self._initialise(layers)
         if tied:
             self.head.weight = self.embedding.weight
@@ -106,7 +111,7 @@ class ByteGPT(L.LightningModule):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of shape (samples, positions, 256) for byte values of shape (samples, positions)."""
+        """Return logits of shape (samples, positions, vocabulary) for tokens of shape (samples, positions)."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.size(1)]
         logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits
@@ -130,7 +135,7 @@ class ByteGPT(L.LightningModule):
             {"params": matrices, "weight_decay": self.hparams["weight_decay"]},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.hparams["learning_rate"], betas=(0.9, 0.95))
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams["learning_rate"], betas=self.hparams["betas"])
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

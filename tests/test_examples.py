@@ -17,8 +17,9 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import WandbLogger
 
 from examples import demo
+from examples.convnet import Denoiser, NoisyCropsDataModule
 from examples.digits import DigitsClassifier, DigitsDataModule
-from examples.gpt import ByteGPT
+from examples.gpt import GPT
 from examples.hf_gpt2 import HFGPT2
 from examples.text import TextDataModule
 from lightning_ledger.strategies import PredictedGradientStrategy
@@ -32,18 +33,11 @@ def quiet_trainer(folder: Path, **settings) -> L.Trainer:
     return L.Trainer(accelerator="cpu", default_root_dir=folder, logger=False, **quiet, **settings)
 
 
-def corpus(folder: Path, documents: int = 40, size: int = 300) -> Path:
-    """Write documents in which every byte tells which one it is."""
-    for index in range(documents):
-        (folder / f"{index}.txt").write_bytes(bytes([index + 32]) * size)
-    return folder
-
-
-# The byte-level GPT.
+# The GPT.
 
 
 def test_gpt_has_the_demos_size_and_starts_at_a_uniform_guess():
-    model = ByteGPT()
+    model = GPT()
     assert 2_000_000 < sum(p.numel() for p in model.parameters()) < 3_000_000
     tokens = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(0))
     assert model._loss(tokens).item() == pytest.approx(math.log(256), abs=0.2)
@@ -51,12 +45,12 @@ def test_gpt_has_the_demos_size_and_starts_at_a_uniform_guess():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_gpt_ties_its_embedding_only_if_asked(tied):
-    model = ByteGPT(layers=1, heads=2, width=8, tied=tied)
+    model = GPT(layers=1, heads=2, width=8, tied=tied)
     assert (model.head.weight is model.embedding.weight) == tied
 
 
 def test_gpt_predicts_from_the_past_alone():
-    model = ByteGPT(layers=2, heads=2, width=16, context=8)
+    model = GPT(layers=2, heads=2, width=16, context=8)
     tokens = torch.arange(8).unsqueeze(0)
     changed = tokens.clone()
     changed[0, 5] = 200
@@ -66,7 +60,7 @@ def test_gpt_predicts_from_the_past_alone():
 
 
 def test_gpt_drops_only_in_training():
-    model = ByteGPT(layers=1, heads=2, width=16, context=8, dropout=0.5)
+    model = GPT(layers=1, heads=2, width=16, context=8, dropout=0.5)
     tokens = torch.arange(8).unsqueeze(0)
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
@@ -75,11 +69,11 @@ def test_gpt_drops_only_in_training():
 
 def test_gpt_refuses_heads_that_do_not_divide_the_width():
     with pytest.raises(ValueError, match=r"heads=3 does not divide width=16"):
-        ByteGPT(heads=3, width=16)
+        GPT(heads=3, width=16)
 
 
 def test_gpt_decays_matrices_only_and_steps_every_parameter_once():
-    model = ByteGPT(layers=1, heads=2, width=8, weight_decay=0.1)
+    model = GPT(layers=1, heads=2, width=8, weight_decay=0.1)
     matrices, vectors = model.configure_optimizers()["optimizer"].param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert all(p.dim() >= 2 for p in matrices["params"])
@@ -88,85 +82,102 @@ def test_gpt_decays_matrices_only_and_steps_every_parameter_once():
 
 
 def test_gpt_learning_rate_rises_then_falls_along_half_a_cosine(tmp_path):
-    model = ByteGPT(layers=1, heads=2, width=8, warmup_steps=4, schedule="cosine")
+    model = GPT(layers=1, heads=2, width=8, warmup_steps=4, schedule="cosine")
     model.trainer = quiet_trainer(tmp_path, max_steps=14, max_epochs=-1)
     assert [model._rate(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
     # Halfway from step 4 to step 14 the cosine is zero: 0.1 + 0.45.
     assert (model._rate(4), model._rate(9), model._rate(14)) == pytest.approx((1.0, 0.55, 0.1))
-    constant = ByteGPT(layers=1, heads=2, width=8, warmup_steps=4)
+    constant = GPT(layers=1, heads=2, width=8, warmup_steps=4)
     assert [constant._rate(step) for step in (3, 4, 1000)] == [1.0, 1.0, 1.0]
 
 
-# Text.
+def test_gpt_takes_adamws_betas():
+    model = GPT(layers=1, heads=2, width=8, betas=(0.8, 0.9))
+    assert model.configure_optimizers()["optimizer"].defaults["betas"] == (0.8, 0.9)
 
 
-def test_text_windows_do_not_depend_on_the_batch_size(tmp_path):
-    def windows(batch_size: int) -> torch.Tensor:
-        data = TextDataModule(str(corpus(tmp_path)), context=16, batch_size=batch_size, epoch_windows=24)
+def test_gpt_is_gpt2_124m_at_its_size():
+    with torch.device("meta"):
+        model = GPT(layers=12, heads=12, width=768, context=1024, vocabulary=50257)
+    # 768 (50257 + 1024) embeddings, 12 blocks of 12 * 768^2 + 13 * 768, and 2 * 768 in the last norm.
+    assert sum(p.numel() for p in model.parameters()) == 768 * 51281 + 12 * (12 * 768**2 + 13 * 768) + 1536
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+
+
+def test_hf_gpt2_has_as_many_parameters_as_ours():
+    with torch.device("meta"):
+        model = HFGPT2(layers=12, heads=12, width=768, context=1024, vocabulary=50257)
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+
+
+def test_hf_gpt2_reads_no_further_than_its_context():
+    model = HFGPT2(layers=1, heads=2, width=16, context=8, dropout=0.0)
+    tokens = torch.randint(256, (3, 9), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model._loss(tokens), model._loss(tokens[:, :8]))
+
+
+def test_hf_gpt2_learning_rate_is_constant_or_rises_then_falls_along_half_a_cosine(tmp_path):
+    assert isinstance(HFGPT2(layers=1, heads=2, width=8).configure_optimizers(), torch.optim.AdamW)
+    model = HFGPT2(layers=1, heads=2, width=8, learning_rate=1.0, warmup_steps=4, schedule="cosine")
+    model.trainer = quiet_trainer(tmp_path, max_steps=14, max_epochs=-1)
+    chosen = model.configure_optimizers()
+    rates = []
+    for _ in range(15):
+        rates += chosen["lr_scheduler"]["scheduler"].get_last_lr()
+        chosen["optimizer"].step()
+        chosen["lr_scheduler"]["scheduler"].step()
+    # From zero; halfway from step 4 to step 14 the cosine is zero: 0.1 + 0.45.
+    assert rates[:5] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
+    assert (rates[9], rates[14]) == pytest.approx((0.55, 0.1))
+
+
+# Photographs.
+
+
+def test_denoiser_reads_real_noise_from_the_crops_it_is_given():
+    data = NoisyCropsDataModule(batch_size=64, noise=25.0)
+    data.setup("fit")
+    images, noise = next(iter(data.train_dataloader()))
+    assert noise.std().item() * 64 == pytest.approx(25.0, rel=0.01)  # of 196,608 values
+    clean = (images - noise) * 64 + 127.5
+    torch.testing.assert_close(clean, clean.round().clamp(0, 255), atol=1e-3, rtol=0)
+    # A prediction of zero leaves all of the noise.
+    model = Denoiser(width=8, blocks=1, noise=25.0)
+    torch.nn.init.zeros_(model.network[-2].weight)
+    torch.nn.init.zeros_(model.network[-2].bias)
+    assert model._loss((images, noise)).item() == pytest.approx(1.0, rel=0.02)
+
+
+def test_denoiser_sizes_are_the_documented_ones():
+    sizes = {(96, 6): 1.0, (128, 16): 4.8, (184, 16): 9.8}
+    with torch.device("meta"):
+        counted = {size: sum(p.numel() for p in Denoiser(*size).parameters()) / 1e6 for size in sizes}
+    assert counted == pytest.approx(sizes, abs=0.05)
+
+
+def test_crops_do_not_depend_on_the_batch_size():
+    def crops(batch_size: int) -> torch.Tensor:
+        data = NoisyCropsDataModule(size=8, batch_size=batch_size, epoch_crops=12)
         data.setup("fit")
-        return torch.cat(list(data.train_dataloader()))
+        return torch.cat([images for images, _ in data.train_dataloader()])
 
-    small, large = windows(2), windows(12)
-    assert small.shape == (24, 17)
-    assert torch.equal(small, large)
+    assert torch.equal(crops(2), crops(6))
 
 
-def test_text_keeps_documents_whole_and_on_one_side(tmp_path):
-    data = TextDataModule(str(corpus(tmp_path)), context=16, val_fraction=0.25, val_windows=50)
+def test_crops_for_validation_come_from_the_right_of_each_photograph():
+    data = NoisyCropsDataModule(size=8, val_fraction=0.25)
     data.setup("fit")
-    train, val = set(data.train_text) - {ord("\n")}, set(data.val_text) - {ord("\n")}
-    assert not train & val
-    assert train | val == {index + 32 for index in range(40)}
-    assert len(val) == 10  # a quarter of 40 equal documents
+    assert [part.shape for part in data.train_set.photographs] == [(3, 427, 480)] * 2
+    assert [part.shape for part in data.val_set.photographs] == [(3, 427, 160)] * 2
 
 
-def test_text_validates_on_the_same_windows_every_time(tmp_path):
-    data = TextDataModule(str(corpus(tmp_path)), context=16, val_windows=9)
-    data.setup("fit")
-    first, second = (torch.cat(list(data.val_dataloader())) for _ in range(2))
-    assert first.shape == (9, 17)
-    assert torch.equal(first, second)
-
-
-def test_text_cuts_a_single_file_in_two(tmp_path):
-    file = tmp_path / "one.txt"
-    file.write_bytes(bytes(range(200)))
-    data = TextDataModule(str(file), context=8, val_fraction=0.1)
-    data.setup("fit")
-    assert data.train_text + data.val_text == bytes(range(200))
-    assert len(data.val_text) == 20
-
-
-def test_text_reads_the_standard_library_by_default():
-    data = TextDataModule(batch_size=4)
-    data.setup("fit")
-    assert len(data.train_text) > 5_000_000
-    assert next(iter(data.train_dataloader())).shape == (4, 129)
-    assert 0.05 <= len(data.val_text) / (len(data.train_text) + len(data.val_text)) < 0.1
-
-
-def test_text_leaves_the_global_random_state_alone(tmp_path):
-    before = torch.get_rng_state()
-    data = TextDataModule(str(corpus(tmp_path)), context=16)
-    data.setup("fit")
-    data.train_dataloader(), data.val_dataloader()
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_text_errors_teach(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="both name a text"):
-        TextDataModule(path="a", dataset="b")
-    with pytest.raises(ValueError, match="val_fraction=1"):
-        TextDataModule(val_fraction=1.0)
-    with pytest.raises(FileNotFoundError, match="neither a file nor a folder"):
-        TextDataModule(str(tmp_path / "none")).setup("fit")
-    with pytest.raises(FileNotFoundError, match="holds no file"):
-        TextDataModule(str(tmp_path)).setup("fit")
-    with pytest.raises(ValueError, match="context=128 needs"):
-        TextDataModule(str(corpus(tmp_path, documents=2, size=100))).setup("fit")
-    monkeypatch.setitem(sys.modules, "datasets", None)  # as Python marks a module that cannot be imported
-    with pytest.raises(ImportError, match="pip install datasets"):
-        TextDataModule(dataset="any").setup("fit")
+def test_denoiser_errors_teach():
+    with pytest.raises(ValueError, match=r"width=12 cannot be cut into 8 groups"):
+        Denoiser(width=12)
+    with pytest.raises(ValueError, match=r"size=33 is odd"):
+        NoisyCropsDataModule(size=33)
+    with pytest.raises(ValueError, match=r"size=130 does not fit .* 128 pixels"):
+        NoisyCropsDataModule(size=130).setup("fit")
 
 
 # Training them.
@@ -175,7 +186,7 @@ def test_text_errors_teach(tmp_path, monkeypatch):
 def test_gpt_learns_text(tmp_path):
     L.seed_everything(0)
     data = TextDataModule(str(ROOT / "LICENSE"), context=32, batch_size=16, val_windows=16)
-    model = ByteGPT(layers=1, heads=2, width=32, context=32, learning_rate=1e-2, warmup_steps=5)
+    model = GPT(layers=1, heads=2, width=32, context=32, learning_rate=1e-2, warmup_steps=5)
     trainer = quiet_trainer(tmp_path, max_steps=200, max_epochs=-1, val_check_interval=20, check_val_every_n_epoch=None)
     trainer.fit(model, data)
     assert trainer.callback_metrics["val_loss"] < 3.2  # ln 256 = 5.5 at the start
@@ -189,6 +200,13 @@ def test_digits_are_learned(tmp_path):
     assert trainer.callback_metrics["train_accuracy"] > 0.9
 
 
+def test_denoiser_learns_photographs(tmp_path):
+    L.seed_everything(0)
+    trainer = quiet_trainer(tmp_path, max_steps=60, max_epochs=-1, val_check_interval=60, check_val_every_n_epoch=None)
+    trainer.fit(Denoiser(width=16, blocks=2, learning_rate=3e-3), NoisyCropsDataModule(batch_size=16, val_crops=64))
+    assert trainer.callback_metrics["val_loss"] < 0.6  # 1 for a prediction of zero
+
+
 def test_hf_gpt2_learns_text(tmp_path):
     L.seed_everything(0)
     data = TextDataModule(str(ROOT / "LICENSE"), context=31, batch_size=16, val_windows=16)
@@ -200,7 +218,7 @@ def test_hf_gpt2_learns_text(tmp_path):
 
 
 def test_examples_know_nothing_of_this_package():
-    for name in ("gpt", "text", "digits", "hf_gpt2", "train"):
+    for name in ("gpt", "text", "digits", "convnet", "hf_gpt2", "train"):
         tree = ast.parse((ROOT / "examples" / f"{name}.py").read_text())
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         imported |= {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
