@@ -1,4 +1,4 @@
-"""The command `lightning-ledger`: train through Lightning's own CLI, compare runs, verify their ledgers.
+"""The command `lightning-ledger`: train through Lightning's own CLI, compare, reprice and verify runs.
 
 Only the training commands import torch and Lightning; the others read files, and answer at once.
 """
@@ -10,12 +10,12 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -38,13 +38,15 @@ Train any LightningModule and LightningDataModule by class path (this is Lightni
   predict       run the prediction loop on a checkpoint
 
 Read the ledgers that runs leave behind (needs no torch):
-  compare       set runs side by side: metric, cost by tier, cost to reach a target
+  compare       set runs side by side: cost by tier, cost to reach a target, rival ways to spend
+  reprice       what finished runs would have cost at other fleet prices, and where they break even
   verify        check that a run's ledger is complete and unaltered
 
 Examples:
   {PROGRAM} fit --config configs/demo.yaml --config configs/demo/gpcv-int8.yaml
   {PROGRAM} fit --model my.Model --data my.Data --config callbacks/gpcv.yaml
   {PROGRAM} compare runs/demo/*/ --fleet-price 0.05 --png compare.png
+  {PROGRAM} reprice runs/demo/*/ --fleet-price 0.01,0.05,0.2 --png reprice.png
   {PROGRAM} verify runs/demo/*/
 
 `{PROGRAM} COMMAND --help` lists a command's options.
@@ -114,57 +116,116 @@ def train(arguments: Sequence[str]) -> LightningCLI:
 
 
 def _compare(options: Sequence[str]) -> int:
-    parser = _parser("compare", "Set finished or running runs side by side by what they cost.")
+    parser = _parser(
+        "compare",
+        "Set finished or running runs side by side by what they cost.",
+        "runs/demo/*/ --fleet-price 0.05 --png compare.png",
+    )
+    _add_reading(parser, "the comparison", "the metric against the cost")
+    parser.add_argument(
+        "--fleet-price",
+        type=float,
+        metavar="PRICE",
+        help="price of one forward-equivalent on the fleet, whatever its format; 0.05 by default",
+    )
+    chosen = parser.parse_args(list(options))
+
+    from lightning_ledger import reports
+
+    prices = _prices(chosen)
+    if chosen.fleet_price is not None:
+        prices = prices.with_fleet_price(chosen.fleet_price)
+    comparison = reports.compare(prices=prices, **_asked(chosen))
+    if chosen.png is not None:
+        reports.plot(comparison, chosen.png)
+    if _write_json(comparison.to_dict(), chosen.json):
+        reports.render(comparison)
+    return 0
+
+
+def _reprice(options: Sequence[str]) -> int:
+    parser = _parser(
+        "reprice",
+        "What finished runs would have cost to reach a target at other fleet prices, without running them again; and "
+        "the price at which each breaks even with the cheapest exact run.",
+        "runs/demo/*/ --fleet-price 0.01,0.05,0.2 --target 2.0 --png reprice.png",
+    )
+    _add_reading(parser, "the costs", "the cost to the target against the fleet price")
+    parser.add_argument(
+        "--fleet-price",
+        type=str,
+        metavar="PRICE,...",
+        help="prices of one forward-equivalent on the fleet, whatever its format; from 0.001 to 1 by default",
+    )
+    chosen = parser.parse_args(list(options))
+
+    from lightning_ledger import reports
+
+    fleet_prices = reports.FLEET_PRICES if chosen.fleet_price is None else _numbers(chosen.fleet_price)
+    repricing = reports.reprice(fleet_prices=fleet_prices, prices=_prices(chosen), **_asked(chosen))
+    if chosen.png is not None:
+        reports.plot_repricing(repricing, chosen.png)
+    if _write_json(repricing.to_dict(), chosen.json):
+        reports.render_repricing(repricing)
+    return 0
+
+
+def _add_reading(parser: ArgumentParser, result: str, picture: str) -> None:
+    """The options that reports on runs share."""
     add = parser.add_argument
     add("runs", nargs="+", help="run folders, or their ledger.jsonl files")
     add("--metric", type=str, default="val_loss", help="a validation metric of every run")
     add("--mode", choices=["min", "max"], default="min", help="which way is better")
     add("--target", type=float, help="the metric to reach; by default one that follows from the exact runs")
     add(
-        "--fleet-price",
-        type=float,
-        metavar="PRICE",
-        help="price of one forward-equivalent on the fleet, whatever its format; 0.05 by default",
-    )
-    add("--fleet-billing", choices=["per_forward_equivalent", "per_gradient"], help="what that price buys")
-    add("--prices", type=str, metavar="FILE", help="a price book in YAML; the two options above override it")
-    add(
-        "--json",
+        "--group",
         type=str,
-        metavar="FILE",
-        help="write the comparison there; - prints it instead of the table",
+        action="append",
+        metavar="[NAME=]GLOB",
+        help="runs whose paths match are seeds of one arm; may be repeated. By default runs are if they have the same "
+        "label, or paths that differ in seed-N alone",
     )
-    add("--png", type=str, metavar="FILE", help="plot the metric against the cost there")
-    chosen = parser.parse_args(list(options))
+    add("--fleet-billing", choices=["per_forward_equivalent", "per_gradient"], help="what the fleet price buys")
+    add("--prices", type=str, metavar="FILE", help="a price book in YAML; the options override it")
+    add("--json", type=str, metavar="FILE", help=f"write {result} there; - prints that instead of the table")
+    add("--png", type=str, metavar="FILE", help=f"plot {picture} there")
 
-    from lightning_ledger import reports
 
-    comparison = reports.compare(
-        chosen.runs, metric=chosen.metric, mode=chosen.mode, target=chosen.target, prices=_prices(chosen)
-    )
-    if chosen.png is not None:
-        reports.plot(comparison, chosen.png)
-    if chosen.json == "-":
-        print(json.dumps(comparison.to_dict(), indent=2))
-        return 0
-    if chosen.json is not None:
-        Path(chosen.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(chosen.json).write_text(json.dumps(comparison.to_dict(), indent=2) + "\n", encoding="utf-8")
-    reports.render(comparison)
-    return 0
+def _asked(chosen: Namespace) -> dict[str, Any]:
+    named = {name: chosen[name] for name in ("runs", "metric", "mode", "target")}
+    return {**named, "groups": chosen.group or ()}
+
+
+def _write_json(data: Mapping[str, Any], file: str | None) -> bool:
+    """Writes the data where asked; says whether the terminal is still free for a table."""
+    text = json.dumps(data, indent=2)
+    if file == "-":
+        print(text)
+        return False
+    if file is not None:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(text + "\n", encoding="utf-8")
+    return True
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"--fleet-price={text!r} is no list of prices: write them as 0.01,0.05,0.2.") from None
 
 
 def _prices(chosen: Namespace) -> PriceBook:
     from lightning_ledger.prices import PriceBook
 
     prices = PriceBook() if chosen.prices is None else PriceBook.from_yaml(chosen.prices)
-    if chosen.fleet_billing is not None:
-        prices = replace(prices, fleet_billing=chosen.fleet_billing)
-    return prices if chosen.fleet_price is None else prices.with_fleet_price(chosen.fleet_price)
+    return prices if chosen.fleet_billing is None else replace(prices, fleet_billing=chosen.fleet_billing)
 
 
 def _verify(options: Sequence[str]) -> int:
-    parser = _parser("verify", "Check the hash chain of each run's ledger; exit with 1 if one is broken.")
+    parser = _parser(
+        "verify", "Check the hash chain of each run's ledger; exit with 1 if one is broken.", "runs/demo/*/"
+    )
     parser.add_argument("runs", nargs="+", help="run folders, or their ledger.jsonl files")
     chosen = parser.parse_args(list(options))
 
@@ -176,11 +237,13 @@ def _verify(options: Sequence[str]) -> int:
     return 0 if all(check.ok for _, check in checks) else 1
 
 
-READING: dict[str, Callable[[Sequence[str]], int]] = {"compare": _compare, "verify": _verify}
+READING: dict[str, Callable[[Sequence[str]], int]] = {"compare": _compare, "reprice": _reprice, "verify": _verify}
 
 
-def _parser(command: str, description: str) -> ArgumentParser:
-    return ArgumentParser(prog=f"{PROGRAM} {command}", description=description, exit_on_error=False)
+def _parser(command: str, description: str, example: str) -> ArgumentParser:
+    program = f"{PROGRAM} {command}"
+    example = f"example: {program} {example}"
+    return ArgumentParser(prog=program, description=description, epilog=example, exit_on_error=False)
 
 
 def _unknown(command: str) -> str:

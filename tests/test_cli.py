@@ -64,12 +64,12 @@ def test_help_fits_100_columns():
     assert max(map(len, cli.HELP.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("command", ["compare", "verify"])
-def test_each_reading_command_has_help(capsys, command):
+@pytest.mark.parametrize("command", cli.READING)
+def test_each_reading_command_has_help_with_an_example(capsys, command):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])
     assert stop.value.code == 0
-    assert f"lightning-ledger {command}" in capsys.readouterr().out
+    assert f"example: lightning-ledger {command} runs/" in capsys.readouterr().out
 
 
 def test_version(capsys):
@@ -82,7 +82,7 @@ def test_version(capsys):
     [
         (["compar"], "Did you mean 'compare'?"),
         (["vrify"], "Did you mean 'verify'?"),
-        (["zzz"], "Known are fit, validate, test, predict, compare, verify."),
+        (["zzz"], "Known are fit, validate, test, predict, compare, reprice, verify."),
         (["compare"], "runs"),
         (["compare", "no/such/run"], "no/such/run"),
         (["compare", "x", "--mode", "middle"], "middle"),
@@ -90,6 +90,12 @@ def test_version(capsys):
         (["compare", "x", "--traget", "1"], "--traget"),
         (["compare", "x", "--prices", "none.yaml"], "none.yaml"),
         (["compare", "x", "--fleet-price", "-1"], "fleet_forward"),
+        (["compare", "x", "--fleet-price", "0.1,0.2"], "fleet_price"),
+        (["reprice"], "runs"),
+        (["reprice", "no/such/run"], "no/such/run"),
+        (["reprice", "x", "--fleet-price", "0.1;0.2"], "0.01,0.05,0.2"),
+        (["reprice", "x", "--fleet-price", "0.1,-1"], "fleet_forward"),
+        (["reprice", "x", "--fleet-price", ","], "at least one"),
         (["verify"], "runs"),
     ],
 )
@@ -107,10 +113,11 @@ def test_reading_commands_import_neither_torch_nor_lightning(runs):
 import contextlib, io, sys
 from lightning_ledger.cli import main
 with contextlib.redirect_stdout(io.StringIO()):
-    codes = [main(["--help"]), main(["compare", *{runs!r}]), main(["verify", *{runs!r}]), main(["compar"])]
+    codes = [main(["--help"]), main(["compare", *{runs!r}]), main(["reprice", *{runs!r}]), main(["verify", *{runs!r}]),
+        main(["compar"])]
 print(codes, sorted(sys.modules.keys() & {{"torch", "lightning", "pytorch_lightning"}}))
 """
-    assert python(code) == "[0, 0, 0, 2] []\n"
+    assert python(code) == "[0, 0, 0, 0, 2] []\n"
 
 
 # compare
@@ -156,6 +163,42 @@ def test_compare_writes_json_and_png(capsys, runs, tmp_path):
 def test_compare_names_the_metrics_there_are(capsys, runs):
     assert cli.main(["compare", *runs, "--metric", "accuracy"]) == 2
     assert "val_loss" in capsys.readouterr().err
+
+
+def test_compare_groups_runs(capsys, runs, tmp_path):
+    other = write_run(tmp_path / "exact again", [3.0, 2.0])
+    assert cli.main(["compare", *runs, str(other), "--group", "stock=*/exact*", "--json", "-"]) == 0
+    arms = {arm["label"]: arm for arm in json.loads(capsys.readouterr().out)["arms"]}
+    # Labels differ, so only the group makes them one arm: 3 and 2 steps of 3 to reach 2.0.
+    assert arms["stock"]["runs"] == ["exact", "exact again"]
+    assert arms["stock"]["cost_to_target"]["mean"] == pytest.approx(7.5)
+
+
+# reprice
+
+
+def test_reprice_prints_hand_worked_costs_and_break_even(capsys, runs):
+    options = ["--target", "2.0", "--fleet-price", "0.05, 0.25,1", "--json", "-"]
+    assert cli.main(["reprice", *runs, *options]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["fleet_prices"] == [0.05, 0.25, 1.0]
+    arms = {arm["label"]: arm for arm in data["arms"]}
+    # exact: 3 steps of 3. predicted: 2 steps of 3 + 12 p, so 6 + 24 p = 9 at p = 1/8.
+    assert [cost["mean"] for cost in arms["exact"]["costs"]] == pytest.approx([9, 9, 9])
+    assert [cost["mean"] for cost in arms["predicted"]["costs"]] == pytest.approx([7.2, 12, 30])
+    assert arms["predicted"]["break_even"] == pytest.approx(0.125)
+    # A prediction billed as a whole: 2 steps of 3 + 4 p.
+    assert cli.main(["reprice", *runs, *options, "--fleet-billing", "per_gradient"]) == 0
+    arms = {arm["label"]: arm for arm in json.loads(capsys.readouterr().out)["arms"]}
+    assert arms["predicted"]["break_even"] == pytest.approx(3 / 8)
+
+
+def test_reprice_writes_json_and_png_and_prints_a_table(capsys, runs, tmp_path):
+    data, picture = tmp_path / "new" / "r.json", tmp_path / "r.png"
+    assert cli.main(["reprice", *runs, "--json", str(data), "--png", str(picture)]) == 0
+    assert len(json.loads(data.read_text())["arms"]) == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "pays below 0.125" in capsys.readouterr().out
 
 
 # verify
@@ -206,7 +249,22 @@ def test_fit_trains_classes_named_by_path_and_leaves_a_valid_ledger(config, tmp_
     monkeypatch.chdir(ROOT)
     assert cli.main(["fit", "--config", str(config), "--config", "callbacks/gpcv.yaml"]) == 0
     assert cli.main(["verify", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
     assert cli.main(["compare", str(tmp_path / "run"), "--json", "-"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["kind"], row["settings"]["format"], row["settings"]["rounding"]) == ("corrected", "int8", "nearest")
+    assert row["settings"]["exact_share"] == pytest.approx(1 / 8)
+
+
+def test_fit_stops_at_the_budget_of_the_fragment(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    budget = yaml.safe_load((ROOT / "callbacks" / "budget.yaml").read_text())
+    budget["trainer"]["callbacks+"][0]["init_args"]["max_cost"] = 0.5
+    (tmp_path / "budget.yaml").write_text(yaml.safe_dump(budget))
+    fragments = ["callbacks/ledger.yaml", str(tmp_path / "budget.yaml")]
+    arguments = ["fit", "--config", str(config), *(part for file in fragments for part in ("--config", file))]
+    assert cli.train(arguments).trainer.global_step == 1
+    assert [path.name for path in tmp_path.glob("run/**/budget-*")] == ["budget-step=1.ckpt"]
 
 
 def test_fit_knows_strategy_and_callbacks_by_name(config, monkeypatch):

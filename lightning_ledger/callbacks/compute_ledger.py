@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_ledger.callbacks.common import log_values, update_wandb_config, wandb_runs
 from lightning_ledger.callbacks.meter import StepMeter
+from lightning_ledger.callbacks.run_settings import run_settings
 from lightning_ledger.flops import UncountedWarning
 from lightning_ledger.ledger import Ledger, by_tier
 from lightning_ledger.microbatches import TokenWeights
@@ -109,6 +110,7 @@ class ComputeLedger(pl.Callback):
                     "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                     "versions": versions,
                     "prices": self.prices.to_dict(),
+                    "settings": run_settings(trainer),
                 },
             )
         update_wandb_config(trainer, {"ledger/prices": self.prices.to_dict(), "ledger/versions": versions})

@@ -6,21 +6,30 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lightning_ledger.history import LedgerHistory, read_ledger
+from lightning_ledger.history import LedgerHistory
 from lightning_ledger.ledger_file import plain
-from lightning_ledger.prices import FORWARD_EQUIVALENTS, PriceBook
-from lightning_ledger.work import TIERS, Work, account_of, by_tier
+from lightning_ledger.prices import PriceBook
+from lightning_ledger.reports.intervals import Estimate
+from lightning_ledger.reports.pricing import common_unit, costs_in, training_cost
+from lightning_ledger.reports.runs import (
+    Kind,
+    Mode,
+    Settings,
+    arms_of,
+    best_of,
+    default_target,
+    kind_of,
+    labels_of,
+    marks_of,
+    reaches,
+    read_runs,
+)
+from lightning_ledger.reports.ways import Arm, Way, with_rivals
+from lightning_ledger.work import Work, by_tier
 
-__all__ = ["TRAINING_TIERS", "Comparison", "Point", "Row", "compare"]
-
-TRAINING_TIERS = tuple(tier for tier in TIERS if tier != "validation")
-"""The tiers that make up a run's total. Validation measures the experiment; it is shown apart."""
-
-
-Mode = Literal["min", "max"]
+__all__ = ["Comparison", "Point", "Row", "compare"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,9 @@ class Row:
     Args:
         label: The run's label, or its directory's name.
         path: Where its ledger was read.
+        kind: What it did: see :func:`~lightning_ledger.reports.runs.kind_of`.
         exact: Whether the fleet did no work at all.
+        settings: What it was set to, as far as its ledger tells.
         steps: Optimizer steps.
         samples: Training samples: those of exact passes, and those predicted only.
         first: The metric at the first mark, and so on: ``best``, ``final``.
@@ -53,7 +64,9 @@ class Row:
 
     label: str
     path: str
+    kind: Kind
     exact: bool
+    settings: Settings
     steps: int
     samples: int
     first: float
@@ -79,6 +92,8 @@ class Comparison:
         unit_flops: FLOPs of one forward-equivalent: the smallest among the runs.
         prices: The price book.
         rows: The runs, in the order given.
+        arms: The same runs, seeds of one arm together.
+        ways: The rival ways to spend, each by its cheapest arm; those that nobody ran are there too, without one.
     """
 
     metric: str
@@ -88,6 +103,8 @@ class Comparison:
     unit_flops: int
     prices: PriceBook
     rows: Sequence[Row]
+    arms: Sequence[Arm]
+    ways: Sequence[Way]
 
     @property
     def cheapest_exact(self) -> Row | None:
@@ -111,6 +128,7 @@ def compare(
     mode: Mode = "min",
     target: float | None = None,
     prices: PriceBook | None = None,
+    groups: Sequence[str] = (),
 ) -> Comparison:
     """Reads the runs' ledgers and prices them, in one common unit.
 
@@ -126,29 +144,38 @@ def compare(
         mode: ``min`` if lower is better, else ``max``.
         target: The value to reach.
         prices: The price book; by default ``PriceBook(fleet_forward=0.05)``.
+        groups: Which runs are seeds of one arm, where names do not tell: see
+            :func:`~lightning_ledger.reports.runs.arms_of`.
 
     Raises:
         FileNotFoundError: A run has no ledger.
-        ValueError: No runs, a damaged ledger, no marks with the metric, or FLOPs that were never counted.
+        ValueError: No runs, a damaged ledger, no marks with the metric, FLOPs that were never counted, or a group
+            that is none.
     """
-    if not runs:
-        raise ValueError("runs is empty: pass at least one run directory.")
-    if mode not in ("min", "max"):
-        raise ValueError(f"mode={mode!r} is unknown: 'min' if a lower {metric} is better, else 'max'.")
     prices = prices or PriceBook(fleet_forward=0.05)
     prices.warn_if_stale()
-    histories = [read_ledger(run) for run in runs]
-    unit = _common_unit(histories, prices)
-    curves = [_curve(run, h, metric, prices, unit) for run, h in zip(runs, histories, strict=True)]
+    histories = read_runs(runs, metric, mode)
+    unit = common_unit(histories, prices)
+    marks = [marks_of(run, history, metric) for run, history in zip(runs, histories, strict=True)]
+    curves = [
+        [Point(m.step, training_cost(unit, m.totals, history, prices), m.metrics[metric]) for m in found]
+        for history, found in zip(histories, marks, strict=True)
+    ]
     rows = [
         _row(label, run, history, curve, prices, unit, mode)
-        for label, run, history, curve in zip(_labels(runs, histories), runs, histories, curves, strict=True)
+        for label, run, history, curve in zip(labels_of(runs, histories), runs, histories, curves, strict=True)
     ]
     rule = "as asked"
     if target is None:
-        target, rule = _default_target(rows, mode)
-    rows = [replace(row, cost_to_target=_reached(row.curve, target, mode)) for row in rows]
-    result = Comparison(metric, mode, float(target), rule, unit, prices, rows)
+        target, rule = default_target([(row.label, row.exact, row.best) for row in rows], mode)
+    rows = [
+        replace(row, cost_to_target=next((p.cost for p in row.curve if reaches(p.value, target, mode)), None))
+        for row in rows
+    ]
+    arms = [
+        _arm(label, [rows[index] for index in members]) for label, members in arms_of(runs, histories, groups).items()
+    ]
+    result = Comparison(metric, mode, float(target), rule, unit, prices, rows, *with_rivals(arms, mode))
     if cheapest := result.cheapest_exact:
         result = replace(result, rows=[_with_saving(row, cheapest) for row in rows])
     return result
@@ -163,19 +190,20 @@ def _row(
     unit: int,
     mode: Mode,
 ) -> Row:
-    costs = _costs(history.totals, history, prices, unit)
-    tiers = by_tier(costs)
+    tiers = by_tier(costs_in(unit, history.totals, history, prices))
     validation = tiers.pop("validation")
     trained = (history.totals.get(account, Work()) for account in ("scarce/forward", "fleet/prediction"))
-    values = [point.value for point in curve]
+    kind, values = kind_of(history.totals), [point.value for point in curve]
     return Row(
         label=label,
         path=str(run),
-        exact=all(account_of(account).hardware == "scarce" for account in history.totals),
+        kind=kind,
+        exact=kind == "exact",
+        settings=Settings.of(history),
         steps=history.steps,
         samples=sum(work.samples for work in trained),
         first=values[0],
-        best=_best(values, mode),
+        best=best_of(values, mode),
         final=values[-1],
         tiers=tiers,
         total=math.fsum(tiers.values()),
@@ -186,80 +214,18 @@ def _row(
     )
 
 
-def _curve(
-    run: str | os.PathLike[str], history: LedgerHistory, metric: str, prices: PriceBook, unit: int
-) -> list[Point]:
-    marks = [mark for mark in history.marks if metric in mark.metrics]
-    if not marks:
-        found = sorted({name for mark in history.marks for name in mark.metrics})
-        known = f"Its marks hold: {', '.join(found)}." if found else "It has no marks: nothing was validated."
-        raise ValueError(f"{run} has no mark with metric={metric!r}. {known}")
-    costs = (_training(_costs(mark.totals, history, prices, unit)) for mark in marks)
-    return [Point(mark.step, cost, mark.metrics[metric]) for mark, cost in zip(marks, costs, strict=True)]
-
-
-def _costs(totals: Mapping[str, Work], history: LedgerHistory, prices: PriceBook, unit: int) -> dict[str, float]:
-    """Costs by account in the common unit: a forward here is ``own / unit`` of it, a byte is a byte."""
-    if prices.forward_flops:
-        return prices.costs(totals, prices.forward_flops)
-    own = history.forward_flops or unit
-    return {
-        account: own / unit * prices.cost(account, replace(work, bytes=0), own)
-        + prices.cost(account, Work(bytes=work.bytes), own)
-        for account, work in totals.items()
-    }
-
-
-def _training(costs: Mapping[str, float]) -> float:
-    tiers = by_tier(costs)
-    return math.fsum(tiers[tier] for tier in TRAINING_TIERS)
-
-
-def _common_unit(histories: Sequence[LedgerHistory], prices: PriceBook) -> int:
-    units = [history.forward_flops for history in histories if history.forward_flops]
-    if not units:
-        raise ValueError(
-            "No run knows forward_flops, the FLOPs of one forward pass: no work was counted. Train at least one step."
-        )
-    if prices.currency != FORWARD_EQUIVALENTS and prices.forward_flops is None and len(set(units)) > 1:
-        raise ValueError(
-            f"The runs count in forward-equivalents of {', '.join(f'{unit:,}' for unit in sorted(set(units)))} FLOPs, "
-            f"and a price in {prices.currency} is for one of them only. Say which: forward_flops in the price book."
-        )
-    return min(units)
-
-
-def _labels(runs: Sequence[str | os.PathLike[str]], histories: Sequence[LedgerHistory]) -> list[str]:
-    """The runs' labels; equal ones are told apart by their paths."""
-    labels = [history.label for history in histories]
-    return [
-        f"{label} ({Path(run).as_posix()})" if labels.count(label) > 1 else label
-        for run, label in zip(runs, labels, strict=True)
-    ]
-
-
-def _best(values: Sequence[float], mode: Mode) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return values[0]
-    return min(finite) if mode == "min" else max(finite)
-
-
-def _default_target(rows: Sequence[Row], mode: Mode) -> tuple[float, str]:
-    exact = [row for row in rows if row.exact and math.isfinite(row.best)]
-    candidates = exact or [row for row in rows if math.isfinite(row.best)]
-    if not candidates:
-        raise ValueError("No run has a finite value of the metric, so there is no target: pass target=...")
-    loosest = (max if mode == "min" else min)(candidates, key=lambda row: row.best)
-    kind = "exact run" if exact else "run (none is exact)"
-    return loosest.best, f"which every {kind} reached: the best of {loosest.label!r}, that got least far"
-
-
-def _reached(curve: Sequence[Point], target: float, mode: Mode) -> float | None:
-    for point in curve:  # NaN compares false: it reaches nothing
-        if point.value <= target if mode == "min" else point.value >= target:
-            return point.cost
-    return None
+def _arm(label: str, rows: Sequence[Row]) -> Arm:
+    reached = [row.cost_to_target for row in rows if row.cost_to_target is not None]
+    return Arm(
+        label=label,
+        kind=rows[0].kind,
+        settings=Settings.common([row.settings for row in rows]),
+        runs=[row.label for row in rows],
+        best=math.fsum(row.best for row in rows) / len(rows),
+        reached=len(reached),
+        cost_to_target=Estimate.of(reached) if len(reached) == len(rows) else None,
+        saving=None,
+    )
 
 
 def _with_saving(row: Row, cheapest: Row) -> Row:
