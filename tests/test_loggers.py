@@ -118,7 +118,7 @@ def test_the_users_values_are_those_of_the_whole_batch(tmp_path):
 def test_the_documented_keys_are_the_logged_ones(tmp_path):
     fit(tmp_path, *gpcv(), strategy="predicted_gradients", logger=CSVLogger(tmp_path))
     logged = [{key for key in row if key.startswith(OURS)} for row in rows(tmp_path) if "train_loss_step" in row]
-    assert len(documented()) == 17
+    assert len(documented()) == 22
     assert logged == [documented()] * STEPS
 
 

@@ -44,6 +44,11 @@ GPCV_KEYS = {
     "gpcv/noise_scale",
     "gpcv/exact_share",
     "gpcv/bias_z",
+    "gpcv/bias",
+    "gpcv/effective_batch",
+    "gpcv/optimal_share",
+    "gpcv/break_even_low",
+    "gpcv/break_even_high",
 }
 PRICES = PriceBook(fleet_forward=0.03, fleet_formats={"int4": 0.01})
 # 7 batches an epoch in windows of 2: 4 optimizer steps, the last on a single batch.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
@@ -97,6 +97,10 @@ class Layout:
         """[L] inner products of two sampled gradients, inflated to the whole parameters."""
         values = (a * b * self.inflation).double()
         return values.new_zeros(len(self.layers)).index_add_(0, self.coordinate_layer, values).cpu()
+
+    def sampled_products(self, samples: Sequence[Tensor]) -> Tensor:
+        """[S, S, L] inner products of every two of S sampled gradients, inflated to the whole parameters."""
+        return torch.stack([torch.stack([self.inner(a, b) for b in samples]) for a in samples])
 
     def squared_norms(self, gradients: Gradients) -> Tensor:
         """[P] squared norm of each parameter's gradient; a missing gradient is zero."""

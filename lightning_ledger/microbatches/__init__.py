@@ -1,8 +1,8 @@
 """Micro-batches: split any batch, weigh the pieces, draw those that get an exact gradient."""
 
-from lightning_ledger.microbatches.draws import draw_control, draw_seeds
+from lightning_ledger.microbatches.draws import draw_bernoulli, draw_control, draw_seeds, draw_systematic
 from lightning_ledger.microbatches.splitting import Splitter, boundaries
-from lightning_ledger.microbatches.trees import private_copy, shape_key
+from lightning_ledger.microbatches.trees import private_copy, shape_key, tensors_apart
 from lightning_ledger.microbatches.weights import (
     MicroBatch,
     TokenWeights,
@@ -17,10 +17,13 @@ __all__ = [
     "TokenWeights",
     "WeightSpec",
     "boundaries",
+    "draw_bernoulli",
     "draw_control",
     "draw_seeds",
+    "draw_systematic",
     "make_microbatches",
     "private_copy",
     "shape_key",
+    "tensors_apart",
     "weigh",
 ]
