@@ -151,8 +151,14 @@ class FlopCounter(TorchDispatchMode):
     nothing itself: every operation runs as it would have run.
 
     Args:
-        format_of: names the number format in which an operation will run, or returns None for the format of its
-            own operands. Enter the counter *inside* a lowering mode, so that it sees each product before it is lowered.
+        formats_of: names the number formats in which an operation's products will run, with equal FLOPs each; empty,
+            or one empty name, for the format of its own operands. Enter the counter *inside* a lowering mode, so that
+            it sees each product before it is lowered.
+
+    Attributes:
+        phase: what runs now.
+        uncounted: heavy operations without a formula.
+        lowered: FLOPs whose format ``formats_of`` named.
 
     Example:
         >>> weight = torch.ones(3, 4, requires_grad=True)
@@ -164,9 +170,10 @@ class FlopCounter(TorchDispatchMode):
         ({'fp32': 48}, {'fp32': 48})
     """
 
-    format_of: Callable[[Any, Sequence[Any]], str | None] | None = None
+    formats_of: Callable[[Any, Sequence[Any]], Sequence[str]] | None = None
     phase: Phase = "forward"
     uncounted: set[str] = field(default_factory=set)
+    lowered: int = 0
     _counts: dict[Phase, Counter[str]] = field(default_factory=lambda: {"forward": Counter(), "backward": Counter()})
 
     def __post_init__(self) -> None:
@@ -190,17 +197,18 @@ class FlopCounter(TorchDispatchMode):
                 if formula is not None
                 else flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             )
-            self._counts[self.phase][self._label(func, args)] += int(flops)
+            self._add(func, args, int(flops))
         elif self._is_heavy(func, name, args):
             self.uncounted.add(f"{func.namespace}::{name}")
         return out
 
-    def _label(self, func: Any, args: Sequence[Any]) -> str:
-        label = self.format_of(func, args) if self.format_of is not None else None
-        if label is not None:
-            return label
-        dtype = next((a.dtype for a in args if isinstance(a, Tensor)), torch.float32)
-        return FORMAT_OF_DTYPE.get(dtype, str(dtype).removeprefix("torch."))
+    def _add(self, func: Any, args: Sequence[Any], flops: int) -> None:
+        names = (self.formats_of(func, args) if self.formats_of is not None else ()) or ("",)
+        share, rest = divmod(flops, len(names))
+        for place, name in enumerate(names):
+            part = share + (rest if place == 0 else 0)
+            self._counts[self.phase][name or _format_of_operands(args)] += part
+            self.lowered += part if name else 0
 
     @staticmethod
     def _is_heavy(func: Any, name: str, args: Sequence[Any]) -> bool:
@@ -211,6 +219,11 @@ class FlopCounter(TorchDispatchMode):
     def counts(self) -> StepFlops:
         """What was counted so far."""
         return StepFlops(dict(self._counts["forward"]), dict(self._counts["backward"]))
+
+
+def _format_of_operands(args: Sequence[Any]) -> str:
+    dtype = next((a.dtype for a in args if isinstance(a, Tensor)), torch.float32)
+    return FORMAT_OF_DTYPE.get(dtype, str(dtype).removeprefix("torch."))
 
 
 class UncountedWarning:

@@ -41,6 +41,8 @@ class TokenModel(pl.LightningModule):
         gated: adds a parameter that the loss of some micro-batches only depends on.
         reduction: of the loss, over tokens.
         shift: the model shifts its labels itself, as HF's do.
+        width: of the embedding.
+        hidden: of the block.
     """
 
     def __init__(
@@ -52,20 +54,22 @@ class TokenModel(pl.LightningModule):
         gated: bool = False,
         reduction: str = "mean",
         shift: bool = False,
+        width: int = 12,
+        hidden: int = 20,
     ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 12)
-        self.widen = nn.Linear(12, 20)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.widen = nn.Linear(width, hidden)
         self.dropout = nn.Dropout(dropout)
-        self.narrow = nn.Linear(20, 12)
-        self.head = nn.Linear(12, VOCABULARY, bias=False)
+        self.narrow = nn.Linear(hidden, width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embed.weight
         if frozen:
             self.widen.requires_grad_(False)
         if unused:
             self.spare = nn.Linear(3, 3)
-        self.gate = nn.Parameter(torch.ones(12)) if gated else None
+        self.gate = nn.Parameter(torch.ones(width)) if gated else None
         self.reduction, self.shift = reduction, shift
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:

@@ -141,22 +141,53 @@ def test_counting_changes_no_value() -> None:
 # ----------------------------------------------------------------------------------------------------- number formats
 
 
-@pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "fp8", "int4"])
+def count_lowered(format: str, model: Perceptron | Attention, x: Tensor) -> tuple[StepFlops, FlopCounter]:
+    lowering = Lowering(format)
+    lowering.refresh(model.parameters(), seed=0)
+    counter = FlopCounter(lowering.formats_of)
+    with lowering.mode(seed=0):
+        return count(lambda: model.training_step([x], 0), counter), counter
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "fp8", "fp8_tensor", "int4", "w8a16", "w4a16", "w4a8"])
 def test_lowered_products_are_counted_unpadded_under_their_format(format: str) -> None:
     # Neither 6 nor 5 is a multiple of int4's blocks of 32 or of what integer kernels want.
-    lowering, model, x = Lowering(format), Perceptron(), torch.randn(4, 6)
-    with lowering.mode(seed=0):
-        counted = count(lambda: model.training_step([x], 0), FlopCounter(lowering.format_of))
+    counted, counter = count_lowered(format, Perceptron(), torch.randn(4, 6))
     assert counted == StepFlops({format: 4 * FORWARD}, {format: 4 * BACKWARD})
+    assert counter.lowered == 4 * (FORWARD + BACKWARD)
+    counted, _ = count_lowered(format, Attention(), torch.randn(3, 5, 8))
+    assert counted == StepFlops({format: 3 * ATTENTION_FORWARD}, {format: 3 * ATTENTION_BACKWARD})
 
 
-def test_what_is_not_lowered_keeps_its_own_format() -> None:
-    lowering, model, x = Lowering("int8"), Attention(), torch.randn(3, 5, 8)
+def test_each_product_is_counted_under_its_own_format() -> None:
+    counted, counter = count_lowered(
+        "int8:grad_input=fp8,grad_weight=int4,attention=bf16", Attention(), torch.randn(3, 5, 8)
+    )
+    assert counted.forward == {"int8": 3 * (ATTENTION_FORWARD - 800), "bf16": 3 * 800}
+    # qkv, the first layer, has no input gradient.
+    assert counted.backward == {"int4": 3 * (1920 + 640), "fp8": 3 * 640, "bf16": 3 * 2000}
+    assert counter.lowered == 3 * (ATTENTION_FORWARD + ATTENTION_BACKWARD)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "mxfp4", "nvfp4"])
+def test_what_is_not_lowered_keeps_its_own_format(format: str) -> None:
+    # Nothing here is a multiple of a block, neither 6 inputs, nor 5 and 1 outputs, nor 4 samples.
+    counted, counter = count_lowered(format, Perceptron(), torch.randn(4, 6))
+    assert counted == StepFlops({"fp32": 4 * FORWARD}, {"fp32": 4 * BACKWARD})
+    assert counter.lowered == 0
+
+
+def test_a_product_that_is_refused_within_an_operation_keeps_its_own_format() -> None:
+    # The input gradient contracts 40 output channels, which blocks of 32 refuse; the other products 32 channels, 96
+    # numbers of a kernel, and 2 samples of 16 positions.
+    conv, lowering = nn.Conv1d(32, 40, 3, padding=1, bias=False), Lowering("mxfp4")
+    x = torch.randn(2, 32, 16, requires_grad=True)
+    counter = FlopCounter(lowering.formats_of)
     with lowering.mode(seed=0):
-        counted = count(lambda: model.training_step([x], 0), FlopCounter(lowering.format_of))
-    # The fused attention kernel is outside the table: 800 forward, 2000 backward stay in fp32.
-    assert counted.forward == {"int8": 3 * (ATTENTION_FORWARD - 800), "fp32": 3 * 800}
-    assert counted.backward == {"int8": 3 * (ATTENTION_BACKWARD - 2000), "fp32": 3 * 2000}
+        counted = count(lambda: conv(x).square().sum(), counter)
+    product = 2 * (2 * 16 * 40) * (32 * 3)
+    assert counted == StepFlops({"mxfp4": product}, {"mxfp4": product, "fp32": product})
+    assert counter.lowered == 2 * product
 
 
 def test_a_prediction_multiplies_what_the_exact_step_does() -> None:

@@ -15,9 +15,11 @@ from lightning_ledger.callbacks.common import (
     predicting_strategy,
     update_wandb_config,
 )
+from lightning_ledger.control_variate import Statistics
 from lightning_ledger.estimation import PredictionSettings, PredictionState
 from lightning_ledger.microbatches import WeightSpec
-from lightning_ledger.precision import get_format
+from lightning_ledger.precision import parse_formats
+from lightning_ledger.predictors import ENGINES, Engine
 
 
 class GradientPrediction(pl.Callback):
@@ -26,11 +28,19 @@ class GradientPrediction(pl.Callback):
     Alone it trains on the mix ``sum_C w_i g_i + sum_notC w_i h_i``, which is as biased as the predictor; add
     ``ControlVariate`` to correct it. Needs ``PredictedGradientStrategy``.
 
-    It logs ``gpcv/loss`` (the estimate of the full-batch loss) and ``gpcv/exact_share`` (k/n).
+    It logs ``gpcv/loss`` (the estimate of the full-batch loss) and ``gpcv/exact_share`` (k/n). Without
+    ``ControlVariate``, where a batch has micro-batches of both kinds, it also logs ``gpcv/bias_z`` of the mix: how far
+    it drifts from the exact gradients, near 0 for an unbiased predictor and growing with the steps for a biased one.
 
     Args:
-        format: number format of the predictions' matrix products: see ``lightning_ledger.precision.FORMATS``.
+        format: number format of the predictions' matrix products: see ``lightning_ledger.precision.FORMATS``. Products
+            can be set apart: ``"int8:grad_weight=bf16,attention=bf16"``; the others are ``output`` and ``grad_input``.
         rounding: ``"nearest"``, or ``"stochastic"``: unbiased rounding, where the hardware has it.
+        rotation: rotate operands by a random Hadamard matrix before rounding, which spreads outliers.
+        keep: globs of layers that stay in high precision, such as ``["head", "blocks.0"]``.
+        engine: ``"captured"``: predictions run a graph of the training step, captured once per input shape;
+            ``"compiled"``: that graph compiled by TorchInductor, which takes minutes once and pays on long runs;
+            ``"eager"``: the training step itself.
         microbatches: n, micro-batches a batch is cut into (fewer where a batch has fewer samples).
         exact: k, how many of them get an exact gradient; 0 trains on predictions only, ``microbatches`` as stock
             Lightning does. Exact passes alone log, update metrics and return extras: with 0 there are none of these,
@@ -57,6 +67,9 @@ class GradientPrediction(pl.Callback):
         self,
         format: str = "int8",
         rounding: Literal["nearest", "stochastic"] = "nearest",
+        rotation: bool = False,
+        keep: Sequence[str] = (),
+        engine: Engine = "captured",
         microbatches: int = 8,
         exact: int = 1,
         refresh_every: int = 1,
@@ -66,7 +79,9 @@ class GradientPrediction(pl.Callback):
         check_separable: bool = True,
         allow_batchnorm: bool = False,
     ) -> None:
-        get_format(format)
+        parse_formats(format)
+        if engine not in ENGINES:
+            raise ValueError(f"engine={engine!r} is unknown: pass one of {', '.join(map(repr, ENGINES))}.")
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding={rounding!r} is unknown: pass 'nearest' or 'stochastic'.")
         for name, value, least in (
@@ -84,6 +99,9 @@ class GradientPrediction(pl.Callback):
         self.prediction = PredictionSettings(
             format=format,
             rounding=rounding,
+            rotation=rotation,
+            keep=tuple(keep),
+            engine=engine,
             microbatches=microbatches,
             exact=exact,
             refresh_every=refresh_every,
@@ -112,12 +130,16 @@ class GradientPrediction(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell W&B what is predicted."""
         p = self.prediction
+        formats = parse_formats(p.format).distinct
         update_wandb_config(
             trainer,
             {
                 "gpcv/format": p.format,
-                "gpcv/format_kind": get_format(p.format).describe(trainer.strategy.root_device),
+                "gpcv/format_kind": "; ".join(f.describe(trainer.strategy.root_device) for f in formats),
                 "gpcv/rounding": p.rounding,
+                "gpcv/rotation": p.rotation,
+                "gpcv/keep": list(p.keep),
+                "gpcv/engine": p.engine,
                 "gpcv/microbatches": p.microbatches,
                 "gpcv/exact": p.exact,
                 "gpcv/refresh_every": p.refresh_every,
@@ -129,11 +151,11 @@ class GradientPrediction(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the loss estimate and the exact share."""
+        """Log the loss estimate, the exact share, and the drift of a mix."""
         log_values(pl_module, predicting_strategy(trainer, self).loss_values)
 
     def state_dict(self) -> dict[str, Any]:
-        """The private generator, the step count, and stale weights if there are any."""
+        """The private generator, the step count, where systematic draws stand, and stale weights if there are any."""
         state = self.state
         return {
             "kind": self.KIND,
@@ -142,6 +164,8 @@ class GradientPrediction(pl.Callback):
             "steps": state.steps,
             "checked": state.checked,
             "weights": None if state.weights is None else dict(state.weights),
+            "phase": state.phase,
+            "mixed": None if state.mixed is None else state.mixed.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -151,3 +175,6 @@ class GradientPrediction(pl.Callback):
         self.state.steps, self.state.checked = state["steps"], state["checked"]
         weights = state["weights"]
         self.state.weights = None if weights is None else {n: w.requires_grad_() for n, w in weights.items()}
+        mixed = state.get("mixed")
+        self.state.phase = state.get("phase")
+        self.state.mixed = None if mixed is None else Statistics.from_state_dict(mixed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations_with_replacement
 
 import torch
@@ -82,11 +83,28 @@ class Layout:
 
     def sample(self, gradients: Gradients) -> Tensor:
         """[m] the sampled coordinates of a gradient set; a missing gradient is zero."""
+        held = {name: g for name in self.names if (g := gradients.get(name)) is not None}
+        return self.assemble({name: g.reshape(-1)[self.coordinates_of(name)] for name, g in held.items()})
+
+    def assemble(self, samples: Mapping[str, Tensor]) -> Tensor:
+        """[m] from the sampled coordinates of each parameter, by name; those of a missing one are zero."""
         parts = [
-            self.inflation.new_zeros(len(at)) if g is None else g.reshape(-1)[at].to(self.inflation)
-            for at, g in zip(self.coordinates, (gradients.get(name) for name in self.names), strict=True)
+            samples[name].to(self.inflation) if name in samples else self.inflation.new_zeros(len(at))
+            for name, at in zip(self.names, self.coordinates, strict=True)
         ]
         return torch.cat(parts) if parts else self.inflation.new_zeros(0)
+
+    def coordinates_of(self, name: str) -> Tensor:
+        """The flat indices that are sampled of this parameter."""
+        return self.coordinates[self.place(name)]
+
+    def place(self, name: str) -> int:
+        """Which parameter has this name."""
+        return self._places[name]
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.names)}
 
     def per_layer(self, per_parameter: Tensor) -> Tensor:
         """Sums [..., P] values into [..., L] layers, on the CPU in double precision."""

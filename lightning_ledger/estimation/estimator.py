@@ -6,8 +6,9 @@ This is the method, free of Lightning's hooks; ``strategies.py`` calls it from t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,68 +18,35 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_ledger.control_variate import (
-    Coefficients,
     Layout,
-    Observation,
-    WeightedSum,
+    bias_z,
     coefficients,
     estimate_loss,
-    observe,
-    report,
-    sum_factors,
 )
+from lightning_ledger.estimation.accumulation import accumulate
+from lightning_ledger.estimation.batch import Batch, Drawn
 from lightning_ledger.estimation.checks import check_separable, refuse_accumulation_hooks, refuse_batchnorm
+from lightning_ledger.estimation.correction import Correction
 from lightning_ledger.estimation.exact import ExactPasses
 from lightning_ledger.estimation.metering import StepMetering
-from lightning_ledger.estimation.settings import Correction, PredictionSettings, PredictionState
+from lightning_ledger.estimation.observing import observation, observe_mixed
+from lightning_ledger.estimation.settings import PredictionSettings, PredictionState
 from lightning_ledger.fleet import Fleet, InProcessFleet, Job, Predictions
 from lightning_ledger.flops import FlopCounter
 from lightning_ledger.ledger import Ledger
-from lightning_ledger.microbatches import MicroBatch, Splitter, draw_control, draw_seeds, make_microbatches
+from lightning_ledger.microbatches import (
+    MicroBatch,
+    Splitter,
+    draw_bernoulli,
+    draw_control,
+    draw_seeds,
+    draw_systematic,
+    make_microbatches,
+)
 from lightning_ledger.precision import Lowering, derive_seed
-from lightning_ledger.predictors import EagerPredictor
+from lightning_ledger.predictors import ProgramPredictor
 from lightning_ledger.prices import PriceBook
 from lightning_ledger.program import Context, trainable
-
-
-@dataclass
-class _Batch:
-    """A batch between its forward and its backward pass.
-
-    Attributes:
-        control: C, as indices.
-        corrected: whether predictions on C are made and subtracted.
-        coefficients: of every pass, lam aside.
-        lam: [L] this step's.
-        loss_leaf: a zero whose gradient will tell by how much the caller scaled the loss.
-        asked: indices of the micro-batches that some pass runs on.
-    """
-
-    microbatches: tuple[MicroBatch, ...]
-    control: tuple[int, ...]
-    corrected: bool
-    coefficients: Coefficients
-    lam: Tensor
-    loss_leaf: Tensor
-    exact: ExactPasses
-    asked: set[int]
-    predictions: Predictions | None = None
-
-    @property
-    def n(self) -> int:
-        return len(self.microbatches)
-
-    @property
-    def k(self) -> int:
-        return len(self.control)
-
-    @property
-    def weights(self) -> list[float]:
-        return [m.weight for m in self.microbatches]
-
-    @property
-    def predicts(self) -> bool:
-        return any(self.coefficients.predicted)
 
 
 class GradientEstimator:
@@ -98,7 +66,8 @@ class GradientEstimator:
         context: the Trainer's precision context.
 
     Attributes:
-        loss_values: the last batch's ``gpcv/loss`` (an estimate of the full batch's) and ``gpcv/exact_share`` (k/n).
+        loss_values: the last batch's ``gpcv/loss`` (an estimate of the full batch's) and ``gpcv/exact_share`` (k/n);
+            without a correction ``gpcv/bias_z`` of the mix too, once there is any.
         statistics_values: the keys of :func:`lightning_ledger.control_variate.report`, once there are any.
     """
 
@@ -124,7 +93,7 @@ class GradientEstimator:
         self._fleet: Fleet | None = None
         self._layout = Layout.of({})
         self._refreshed_at: int | None = None
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
         self.loss_values: dict[str, float] = {}
         self.statistics_values: dict[str, float] = {}
 
@@ -147,46 +116,86 @@ class GradientEstimator:
             refuse_batchnorm(self.module)  # at every batch: a layer's mode may change, and is known only now
         if not self.state.checked:
             self._check(batch, microbatches, arguments)
-        n = len(microbatches)
-        k = n if p.exact >= p.microbatches else min(p.exact, n)
-        # Always both draws, whatever they are needed for: the private stream then depends on the batches alone.
-        control, seeds = draw_control(n, k, self.state.generator), draw_seeds(n, self.state.generator)
-        step = self._batch = self._begin(microbatches, control)
+        step = self._batch = self._begin(microbatches, self._draw(len(microbatches)))
+        control, seeds = step.draw.control, step.draw.seeds
         if step.predicts:
             self._refresh()
             needed = [i for i, coefficient in enumerate(step.coefficients.predicted) if coefficient]
             assert self._fleet is not None
-            self._fleet.submit(
-                [Job(microbatches[i], seeds[i], i in control) for i in needed], arguments, step.corrected
-            )
+            jobs = [Job(microbatches[i], seeds[i], i in control) for i in needed]
+            self._fleet.submit(jobs, arguments, step.corrected and step.observing)
             step.asked.update(needed)
+        elif step.draw.probe:
+            self._submit_probe(step, arguments)
         step.exact.forward([microbatches[i] for i in control], [seeds[i] for i in control], arguments)
         if step.predicts and (step.exact.skipped or not control):
             self._gather(step, lost=bool(step.exact.skipped))
+            # A program cannot skip: ask the training step itself.
+            assert self._fleet is not None
+            if step.exact.skipped and self._fleet.run_eagerly("the training step returned None, which no program can"):
+                self._fleet.submit(jobs, arguments, step.corrected and step.observing)
+                self._gather(step, lost=True)
         if self._all_skipped(step):
+            if step.draw.probe:
+                self._gather_probe(lost=True)
             self._batch, self.loss_values, self.statistics_values = None, {}, {}
             return None
         loss, output = step.loss_leaf + self._loss(step), step.exact.output
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def _begin(self, microbatches: tuple[MicroBatch, ...], control: tuple[int, ...]) -> _Batch:
-        layers = self._layout.layers
-        corrected = self.correction is not None and 0 < len(control) < len(microbatches)
+    def _draw(self, n: int) -> Drawn:
+        """Draw C and the seeds: whatever they are needed for, so that the private stream depends on the batches."""
+        p, state, generator = self.prediction, self.state, self.state.generator
+        allocation = self.correction.allocation if self.correction is not None else None
+        if allocation is None:
+            k = n if p.exact >= p.microbatches else min(p.exact, n)
+            return Drawn(draw_control(n, k, generator), draw_seeds(n, generator))
+        share = None if allocation.draw == "uniform" else allocation.share
+        if share is None:
+            control = draw_control(n, allocation.count(n), generator)
+        elif allocation.draw == "bernoulli":
+            control = draw_bernoulli(n, share, generator)
+        else:
+            if state.phase is None:
+                state.phase = float(torch.rand((), generator=generator, dtype=torch.float64))
+            control, state.phase = draw_systematic(n, share, state.phase)
+        seeds = draw_seeds(n, generator)
+        probe: tuple[int, ...] = ()
+        if not allocation.predicting and n > 1 and state.steps % allocation.probe_every == 0:
+            first = control[int(torch.randint(len(control), (), generator=generator))]
+            second = (first + 1 + int(torch.randint(n - 1, (), generator=generator))) % n
+            probe = first, second
+        return Drawn(control, seeds, share, allocation.predicting, probe)
+
+    def _begin(self, microbatches: tuple[MicroBatch, ...], draw: Drawn) -> Batch:
+        n, k, correction = len(microbatches), len(draw.control), self.correction
+        corrected = correction is not None and draw.predicting and (draw.share is not None or 0 < k < n)
+        lam = correction.now(self._layout) if correction is not None else torch.ones(len(self._layout.layers))
+        every = 1 if correction is None or draw.share is not None else correction.observe_every
         first = next(self.module.parameters())
         # Its gradient is the scale of every gradient: in double precision where the model is.
         dtype = first.dtype if first.dtype == torch.float64 else torch.float32
-        return _Batch(
+        return Batch(
             microbatches,
-            control,
+            draw,
             corrected,
-            coefficients([m.weight for m in microbatches], control, corrected),
-            lam=self.correction.now(self._layout) if corrected and self.correction else torch.ones(len(layers)),
+            observing=draw.predicting and 0 < k < n and self.state.steps % every == 0,
+            # Without predictions: the correction of nothing, the mean over C.
+            coefficients=coefficients(
+                [m.weight for m in microbatches],
+                draw.control,
+                corrected or not draw.predicting,
+                float(draw.predicting),
+                draw.share,
+            ),
+            lam=lam,
+            centre=correction.centre if correction is not None else None,
             loss_leaf=torch.zeros((), dtype=dtype, device=first.device, requires_grad=True),
             exact=ExactPasses(self.module, self._metering, self._context),
-            asked=set(control),
+            asked=set(draw.control),
         )
 
-    def _loss(self, step: _Batch) -> float:
+    def _loss(self, step: Batch) -> float:
         """The value reported for the batch: from the exact passes where there are any, else predicted."""
         if step.k:
             weights, losses = step.weights, step.exact.losses
@@ -195,7 +204,7 @@ class GradientEstimator:
         assert step.predictions is not None
         return sum(w * step.predictions.losses[i] for i, w in enumerate(step.weights))
 
-    def _all_skipped(self, step: _Batch) -> bool:
+    def _all_skipped(self, step: Batch) -> bool:
         """Whether the user's training step returned None for the whole batch; for a part of it, refuse.
 
         Raises:
@@ -229,65 +238,31 @@ class GradientEstimator:
         scale = float(step.loss_leaf.grad)
         parameters = trainable(self.module)
         scales = [scale * coefficient for coefficient in step.coefficients.exact]
-        captured = step.exact.backward(scales, parameters if step.corrected else {})
+        probe = step.draw.probe
+        captured = step.exact.backward(scales, parameters if step.observing or probe else {}, probe[:1] or None)
         if step.predicts:
             predictions = step.predictions or self._gather(step)
             self._all_skipped(step)
-            if step.corrected and scale:
+            if step.observing and scale:
                 self._observe(step, predictions, captured, scale)
-            self._accumulate(step, predictions, scale, parameters)
+            accumulate(step, predictions, self._layout, scale, parameters)
+        elif probe:
+            predictions = self._gather_probe()
+            if scale and not predictions.skipped:
+                self._observe(step, predictions, captured, scale)
         self._metering.charge_equivalent(step.microbatches)
         self._report(step)
 
     def _observe(
-        self, step: _Batch, predictions: Predictions, captured: Sequence[Mapping[str, Tensor]], scale: float
+        self, step: Batch, predictions: Predictions, captured: Sequence[Mapping[str, Tensor]], scale: float
     ) -> None:
-        """Fold this step into the statistics; they decide later steps' coefficients, not this one's."""
-        correction, layout = self.correction, self._layout
-        assert correction is not None
-        assert correction.statistics is not None
-        assert predictions.squared_norms is not None
-        total = captured[0]
-        if len(captured) > 1:
-            summed = WeightedSum()
-            for gradients in captured:
-                summed.add(gradients, 1.0)
-            total = summed.total
-        # captured_i is scale (n/k) w_i g_i, and residuals are in units of n w_i
-        residuals = [
-            layout.sample(gradients) * (step.k / scale) - predictions.samples[i]
-            for i, gradients in zip(step.control, captured, strict=True)
-        ]
-        seen = Observation(
-            exact=total,
-            control=predictions.control,
-            rest=predictions.rest,
-            squared_norms=predictions.squared_norms,
-            residuals=torch.stack(residuals),
-            loss_scale=scale,
-        )
-        correction.statistics = observe(correction.statistics, layout, seen, step.lam)
-
-    def _accumulate(
-        self, step: _Batch, predictions: Predictions, scale: float, parameters: Mapping[str, Tensor]
-    ) -> None:
-        """``.grad += scale * lam * (factor_C * sum over C + factor_rest * sum over the rest)``, in place."""
-        lam = dict(zip(self._layout.names, step.lam[self._layout.layer_of].tolist(), strict=True))
-        factors = sum_factors(step.n, step.k, step.corrected)
-        for gradients, factor in zip((predictions.control, predictions.rest), factors, strict=True):
-            held, added = [], []
-            for name, gradient in gradients.items():
-                if gradient is None:
-                    continue
-                parameter = parameters[name]
-                addend = gradient.mul_(scale * factor * lam[name]).to(parameter.dtype)
-                if parameter.grad is None:
-                    parameter.grad = addend
-                else:
-                    held.append(parameter.grad)
-                    added.append(addend)
-            if held:
-                torch._foreach_add_(held, added)
+        """Fold this step into the statistics, in the optimizer's metric as it is before it steps."""
+        layout, correction, probe = self._layout, self.correction, step.draw.probe
+        if correction is None:
+            self.state.mixed = observe_mixed(self.state.mixed, layout, captured, predictions.rest, step.n, scale)
+            return
+        seen = observation(layout, probe[:1] or step.control, captured, predictions, scale * step.gain)
+        correction.observe(layout, seen, step.lam, trainable(self.module), probe=bool(probe))
 
     # -------------------------------------------------------------------------------------------------------- the fleet
 
@@ -321,11 +296,15 @@ class GradientEstimator:
         if self._fleet is None:
             rank_zero_info(self._splitter.describe())
         self._layout = Layout.of(parameters)
-        predictor = EagerPredictor(
+        p = self.prediction
+        lowering = Lowering(p.format, p.rounding, p.rotation, p.keep, self.module)
+        predictor = ProgramPredictor(
             self.module,
-            Lowering(self.prediction.format, self.prediction.rounding),
+            lowering,
             self._context,
-            self._metering.look_at_prediction,
+            p.engine,
+            on_counted=functools.partial(self._metering.look_at_prediction, unlowered=lowering.unlowered),
+            on_checked=lambda flops: self._metering.charge("setup/checks", flops.work()),
         )
         self._metering.restart(predictor.work)
         self._fleet = InProcessFleet(predictor, self._layout)
@@ -351,7 +330,24 @@ class GradientEstimator:
             self._metering.charge(account, work)
         self._refreshed_at = state.steps
 
-    def _gather(self, step: _Batch, lost: bool = False) -> Predictions:
+    def _submit_probe(self, step: Batch, arguments: Sequence[Any]) -> None:
+        """Predict on two micro-batches, as if they were the batch: one of them has an exact gradient."""
+        self._refresh()
+        assert self._fleet is not None
+        share = step.n / len(step.draw.probe)
+        parts = [step.microbatches[i] for i in step.draw.probe]
+        jobs = [Job(replace(m, weight=m.weight * share), step.draw.seeds[m.index], m is parts[0]) for m in parts]
+        self._fleet.submit(jobs, arguments, observe=True)
+
+    def _gather_probe(self, lost: bool = False) -> Predictions:
+        assert self._fleet is not None
+        predictions = self._fleet.gather()
+        for account, work in predictions.work.items():
+            probed = account in ("fleet/prediction", "fleet/control")
+            self._metering.charge("waste/lost_prediction" if lost else "fleet/probe" if probed else account, work)
+        return predictions
+
+    def _gather(self, step: Batch, lost: bool = False) -> Predictions:
         assert self._fleet is not None
         predictions = step.predictions = self._fleet.gather()
         for account, work in predictions.work.items():
@@ -360,13 +356,21 @@ class GradientEstimator:
 
     # --------------------------------------------------------------------------------------------------------- reports
 
-    def _report(self, step: _Batch) -> None:
+    def _report(self, step: Batch) -> None:
         """Keep what this batch showed, and nothing of the batch itself."""
         predicted = step.predictions.losses if step.predictions else {}
-        loss = estimate_loss(step.weights, step.control, step.exact.losses, predicted, step.corrected)
+        loss = self._loss(step)
+        if step.draw.predicting:
+            loss = estimate_loss(step.weights, step.control, step.exact.losses, predicted, step.corrected, step.share)
         self.loss_values = {"gpcv/loss": loss, "gpcv/exact_share": step.k / step.n}
-        statistics = self.correction.statistics if step.corrected and self.correction else None
-        self.statistics_values = {}
-        if statistics is not None and statistics.ready:
-            ratios = self._metering.cost_ratios(step.microbatches[0], self._prices)
-            self.statistics_values = report(statistics, step.lam, step.n, step.k, *ratios)
+        self.statistics_values, mixed, correction = {}, self.state.mixed, self.correction
+        if correction is None:
+            if mixed is not None and step.predicts:
+                self.loss_values["gpcv/bias_z"] = bias_z(mixed)
+            return
+        ratios = self._metering.cost_ratios(step.microbatches[0], self._prices)
+        if ratios[1] > 0:
+            correction.cost_ratios = ratios
+        if step.corrected or not step.draw.predicting:
+            k, samples = (step.k if step.corrected else 0), sum(m.samples for m in step.microbatches) / step.n
+            self.statistics_values = correction.report(step.lam, step.n, k, step.share, samples or None)

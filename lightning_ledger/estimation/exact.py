@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -69,12 +69,15 @@ class ExactPasses:
                 self.losses[part.index] = float(loss.detach())
                 self._metering.charge_exact("scarce/forward", "forward", part, counter, seconds)
 
-    def backward(self, scales: Sequence[float], capture: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    def backward(
+        self, scales: Sequence[float], capture: Mapping[str, Tensor], among: Collection[int] | None = None
+    ) -> list[dict[str, Tensor]]:
         """Backward through every pass, adding ``scale * gradient`` to each ``.grad``; graphs are freed on the way.
 
         Args:
             scales: by micro-batch index of the whole batch.
             capture: parameters whose added gradients are wanted.
+            among: micro-batches whose gradients are wanted; by default of all.
 
         Returns:
             Pass by pass, the captured gradients, scaled.
@@ -86,9 +89,11 @@ class ExactPasses:
             if counter:
                 counter.phase = "backward"
             last = not self._graphs
-            with _capturing(capture, copy=not last) as gradients, counter or contextlib.nullcontext():
+            wanted = among is None or part.index in among
+            with _capturing(capture if wanted else {}, copy=not last) as gradients, counter or contextlib.nullcontext():
                 torch.autograd.backward(loss, torch.full_like(loss, scales[part.index]))
-            captured.append(gradients)
+            if wanted:
+                captured.append(gradients)
             if counter:
                 self._metering.keep(part, counter)
             seconds = time.perf_counter() - start

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,6 +44,7 @@ class StepMetering:
         self._exact: dict[Hashable, StepFlops] = {}
         self._format = format
         self._told_share = False
+        self._told_unlowered: set[tuple[str, str]] = set()
         self._warn_uncounted = UncountedWarning()
         self.predicted: Callable[[Hashable], StepFlops | None] = lambda shape: None
 
@@ -113,20 +114,36 @@ class StepMetering:
         )
         return now, at_one
 
-    def look_at_prediction(self, counter: FlopCounter) -> None:
-        """Name what a prediction left uncounted, and say how much of it stayed out of its number format.
+    def look_at_prediction(self, counter: FlopCounter, unlowered: Mapping[tuple[str, str], str]) -> None:
+        """Name what a prediction left uncounted, and what of it stayed out of its number format.
 
-        Attention, LSTM layers and transposed convolutions are no operations that a format lowers. Where they are most
-        of the work, a "low-precision" prediction is nearly an exact one, and its statistics flatter the format.
+        LSTM layers and transposed convolutions are no operations that a format lowers, and a format may refuse a shape.
+        Where these are most of the work, a "low-precision" prediction is nearly an exact one, and its statistics
+        flatter the format.
+
+        Args:
+            counter: of one prediction.
+            unlowered: why products stayed in high precision, by layer and product.
         """
         self._warn_uncounted(counter.uncounted)
+        refused = {place: why for place, why in unlowered.items() if place not in self._told_unlowered}
+        self._told_unlowered |= unlowered.keys()
+        if refused := {place: why for place, why in refused.items() if "keep=" not in why}:
+            shown = "; ".join(
+                f"{layer or 'training_step'} {product} {why}" for (layer, product), why in refused.items()
+            )
+            rank_zero_warn(
+                f"Of the products in {self._format}, these stay in high precision and are priced as such: {shown}. "
+                "Pad the layer, or choose a format without blocks for it, such as int8."
+            )
         counts = counter.counts().by_format()
-        share = counts.get(self._format, 0) / max(1, sum(counts.values()))
+        share = counter.lowered / max(1, sum(counts.values()))
         if share < LOWERED_SHARE and not self._told_share:
             self._told_share = True
-            others = ", ".join(f"{name} {n:,}" for name, n in counts.items() if name != self._format)
+            shown = ", ".join(f"{name} {n:,}" for name, n in counts.items())
             rank_zero_warn(
-                f"Only {share:.0%} of a prediction's FLOPs run in {self._format} (the others: {others}): fused "
-                "attention, LSTM layers and transposed convolutions stay in high precision. The gradients are right, "
-                "but delta, R and the fleet price describe a mixture; price it with PriceBook(fleet_formats=...)."
+                f"Only {share:.0%} of a prediction's FLOPs run in {self._format} (by format: {shown}): LSTM layers, "
+                "transposed convolutions and what keep= names stay in high precision, and so does attention in fused "
+                "GPU kernels (select math attention to lower it). The gradients are right, but delta, R and the fleet "
+                "price describe a mixture; price it with PriceBook(fleet_formats=...)."
             )

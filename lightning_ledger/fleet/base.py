@@ -72,6 +72,10 @@ class Fleet(ABC):
             observe: whether norms and samples are wanted for the statistics.
         """
 
+    def run_eagerly(self, reason: str) -> bool:
+        """Give up captured programs, because ``reason``; whether there were any."""
+        return False
+
     @abstractmethod
     def gather(self) -> Predictions:
         """Wait for the predictions of the submitted batch."""

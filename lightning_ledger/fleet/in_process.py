@@ -39,20 +39,20 @@ class InProcessFleet(Fleet):
         norms, losses = [], {}
         for job in jobs:
             part, start = job.microbatch, time.perf_counter()
-            prediction = self._predictor.predict(part.data, job.seed, *arguments)
-            if prediction is None:
+            into = _Delivery(control if job.control else rest, part.weight, self._layout, observe, job.control)
+            loss = self._predictor.predict_into(into, part.data, job.seed, *arguments)
+            if loss is None:
                 done.skipped.append(part.index)
                 account = "waste/lost_prediction"
             else:
                 account = "fleet/control" if job.control else "fleet/prediction"
-                losses[part.index], gradients = prediction
-                (control if job.control else rest).add(gradients, part.weight)
+                losses[part.index] = loss
                 if observe:
                     scale = len(jobs) * part.weight
-                    norms.append(scale**2 * self._layout.per_layer(self._layout.squared_norms(gradients)))
+                    norms.append(scale**2 * self._layout.per_layer(into.squared_norms()))
                     if job.control:
-                        done.samples[part.index] = scale * self._layout.sample(gradients)
-            counted = self._predictor.work(shape_key(part.data), skipped=prediction is None)
+                        done.samples[part.index] = scale * into.sample()
+            counted = self._predictor.work(shape_key(part.data), skipped=loss is None)
             assert counted is not None, "a prediction was made, so its shape was counted"
             work = counted.work(passes=1, samples=part.samples, tokens=part.tokens, seconds=time.perf_counter() - start)
             done.work[account] = done.work.get(account, Work()) + work
@@ -62,7 +62,50 @@ class InProcessFleet(Fleet):
             done.squared_norms = torch.stack(norms)
         self._done = done
 
+    def run_eagerly(self, reason: str) -> bool:
+        return self._predictor.run_eagerly(reason)
+
     def gather(self) -> Predictions:
         assert self._done is not None, "gather() follows submit()"
         done, self._done = self._done, None
         return done
+
+
+class _Delivery:
+    """Adds gradients to a weighted sum as they come; of each it keeps its norm and its sampled coordinates.
+
+    Args:
+        into: the sum.
+        weight: of the micro-batch.
+        layout: names the layers and the sampled coordinates.
+        observe: whether norms are wanted.
+        control: whether sampled coordinates are wanted too.
+    """
+
+    def __init__(self, into: WeightedSum, weight: float, layout: Layout, observe: bool, control: bool) -> None:
+        self._into = into
+        self._weight = weight
+        self._layout = layout
+        self._observe = observe
+        self._control = control
+        self._norms: dict[str, Tensor] = {}
+        self._samples: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, gradient: Tensor) -> None:
+        self._into.add({name: gradient}, self._weight)
+        if self._observe:
+            self._norms[name] = torch.linalg.vector_norm(gradient.float())
+            if self._control:
+                self._samples[name] = gradient.reshape(-1)[self._layout.coordinates_of(name)]
+
+    def squared_norms(self) -> Tensor:
+        """[P] squared norm of each parameter's gradient; a missing gradient is zero."""
+        squares = torch.zeros(len(self._layout.names), dtype=torch.float64)
+        if self._norms:
+            places = [self._layout.place(name) for name in self._norms]
+            squares[places] = torch.stack([*self._norms.values()]).cpu().double().square()
+        return squares
+
+    def sample(self) -> Tensor:
+        """[m] the sampled coordinates; a missing gradient is zero."""
+        return self._layout.assemble(self._samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -117,6 +117,57 @@ def shape_key(tree: Any) -> Hashable:
         (name, value) for name, value in getattr(tree, "__dict__", {}).items() if isinstance(value, Tensor | np.ndarray)
     ]
     return (type(tree), *[(label, shape_key(value)) for label, value in parts])
+
+
+def tensors_apart(tree: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any], Hashable] | None:
+    """A batch taken apart into its tensors and the rest.
+
+    Args:
+        tree: any batch.
+
+    Returns:
+        The tensors, leaf by leaf (one that occurs twice, twice); a function that puts others in their places; and a
+        key of structure, shapes and everything that is no tensor. None where tensors hide in objects of their own
+        classes or in arrays, or where a constant cannot be hashed.
+
+    >>> tensors, put, key = tensors_apart({"x": torch.zeros(2), "scale": 3.0})
+    >>> put([torch.ones(2)])
+    {'x': tensor([1., 1.]), 'scale': 3.0}
+    """
+    found: list[Tensor] = []
+    constants: list[Hashable] = []
+
+    def collect(node: Any) -> bool:
+        if isinstance(node, Tensor) and kind(node) is not Kind.OPAQUE:
+            found.append(node)
+            constants.append(node.stride())
+            return True
+        if isinstance(node, np.ndarray) or kind(node) is Kind.OPAQUE:
+            return False
+        if kind(node) is Kind.SHARED:
+            constants.append(node)
+        return all(collect(value) for _, value in children(node))
+
+    def put(tensors: Sequence[Tensor]) -> Any:
+        rest = iter(tensors)
+
+        def place(node: Any) -> Any:
+            if isinstance(node, Tensor):
+                return next(rest)
+            if kind(node) is Kind.SHARED:
+                return node
+            return rebuild(node, [place(value) for _, value in children(node)])
+
+        return place(tree)
+
+    if not collect(tree):
+        return None
+    key = (shape_key(tree), tuple(constants))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return found, put, key
 
 
 def private_copy(tree: Any) -> Any:

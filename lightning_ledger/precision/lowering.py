@@ -1,43 +1,54 @@
-"""The one table from aten operations to their low-precision form, and the dispatch mode that applies it.
+"""A number format applied to a whole training step: every product of its forward and backward pass.
 
-Each product in the table is replaced by the same product of rounded operands; sums, biases and everything
-outside the table stay as they are. Run a training step *and its backward pass* inside the mode and all three
-products of a layer, output, input gradient and weight gradient, run in the format, each with scales along its
-own contraction:
+Run a training step *and its backward pass* inside the mode and all three products of a layer, output, input gradient
+and weight gradient, run in the format, each with scales along its own contraction:
 
     y = q(x) q(W)'        dx = q(dy) q(W)        dW = q(dy)' q(x)
 
-Derivatives are therefore those of the unrounded program, evaluated in low precision (straight-through). Fused
-kernels are single operations to torch: attention's stay outside the table, so select math attention
-(``torch.nn.attention.sdpa_kernel``) to have its products lowered too.
+Derivatives are therefore those of the unrounded program, evaluated in low precision (straight-through). Which
+operations are lowered, and how, stands in ``rules.py``; everything else runs as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
-from torch import Generator, Tensor, UntypedStorage
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch import Generator, Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ledger.precision.formats import Format, Identity, Operand, get_format
+from lightning_ledger.precision.formats import BFloat16, Format, Identity, Operand, Role
+from lightning_ledger.precision.layers import Layers
+from lightning_ledger.precision.rotation import rotate
 from lightning_ledger.precision.rounding import ROUNDINGS, Noise, derive_seed, noise_from
+from lightning_ledger.precision.rules import RULES, applies
+from lightning_ledger.precision.specs import Product, ProductFormats, parse_formats
+from lightning_ledger.precision.weights import RoundedWeights, Tape, WeightUse
 
 aten = torch.ops.aten
 
 
 class Lowering:
-    """A number format applied to every matrix product and convolution that runs inside ``mode``.
+    """A number format applied to every matrix product, convolution and attention that runs inside ``mode``.
 
     Args:
-        format: a name in ``FORMATS``, or a ``Format``.
+        format: a name in ``FORMATS``, a ``Format``, or a spec that sets products apart, such as
+            ``"int8:grad_weight=bf16"`` (see ``parse_formats``).
         rounding: "nearest", or "stochastic": unbiased, from private generators only.
+        rotation: rotate both operands of every matrix product by a random Hadamard matrix first, which spreads
+            outliers over their block and leaves the exact product as it is.
+        keep: globs of layers that stay in high precision, such as ``["head", "blocks.0"]``.
+        module: the module whose layers ``keep`` names, and the reports in ``unlowered``.
+
+    Attributes:
+        unlowered: why products stayed in high precision, by layer and product, as far as seen.
 
     Raises:
-        ValueError: unknown format or rounding.
+        ValueError: unknown format or rounding, a glob that matches no layer, or a rotation that does not apply.
 
     Example:
         >>> lowering = Lowering("int8")
@@ -48,58 +59,82 @@ class Lowering:
         tensor([[1., 0.]])
     """
 
-    def __init__(self, format: str | Format, rounding: str = "nearest") -> None:
+    def __init__(
+        self,
+        format: str | Format | ProductFormats,
+        rounding: str = "nearest",
+        rotation: bool = False,
+        keep: Sequence[str] = (),
+        module: torch.nn.Module | None = None,
+    ) -> None:
         if rounding not in ROUNDINGS:
             known = " or ".join(map(repr, ROUNDINGS))
             raise ValueError(f"rounding={rounding!r} is not a way of rounding; use {known}.")
-        self.format = get_format(format)
+        self.formats = parse_formats(format)
+        once = [fmt.name for fmt in self.formats.distinct if fmt.rounds_weights_once]
+        if rotation and once:
+            raise ValueError(
+                f"rotation=True does not apply to {once[0]}: its weights are rounded once, for products that contract "
+                "either axis, and a rotation turns one axis. Choose rotation=False or another format."
+            )
         self.rounding = rounding
-        self._weights = _Weights()
+        self.rotation = rotation
+        self.keep = tuple(keep)
+        self.unlowered: dict[tuple[str, str], str] = {}
+        self._layers = Layers(module)
+        if unmatched := self._layers.unmatched(self.keep):
+            raise ValueError(
+                f"keep={list(self.keep)!r}: {', '.join(map(repr, unmatched))} matches no layer of "
+                f"{type(module).__name__}. Globs are matched against module paths, such as 'head' or 'blocks.*.mlp_in'."
+            )
+        self._names: tuple[str, ...] = ()
+        self._weights = RoundedWeights()
+        self._forward: dict[int, _Seen] = {}
 
-    def mode(self, seed: int) -> AbstractContextManager[Any]:
-        """Return a context in which the operations of the table run in the format.
+    @contextmanager
+    def mode(self, seed: int, tape: Tape | None = None) -> Iterator[None]:
+        """A context in which the operations of the table run in the format.
 
         Args:
             seed: of the noise of stochastic rounding. The same seed, and the same operations in the same
                 order, give the same bits; torch's global generators are neither read nor advanced.
-
-        Raises:
-            NotImplementedError: stochastic rounding while ``make_fx`` traces.
+            tape: where a trace writes down the rounded weights and the noise that it used.
         """
-        # Unchanged operations need no mode at all: nothing could be closer to bit-identical.
-        return nullcontext() if isinstance(self.format, Identity) else _LoweringMode(self, seed)
+        if all(isinstance(fmt, Identity) for fmt in self.formats.distinct):
+            yield  # nothing could be closer to bit-identical
+            return
+        self._forward = {}
+        try:
+            with self._layers.watched(), _LoweringMode(self, seed, tape):
+                yield
+        finally:
+            self._weights.forget_casts()
 
-    def refresh(self, weights: Iterable[Tensor], seed: int) -> None:
+    def refresh(self, weights: Mapping[str, Tensor] | Iterable[Tensor], seed: int) -> None:
         """Declare which tensors are weights: each is rounded once per kind of use, again only after a change.
 
-        Views of a weight are recognised by its storage; casts of it (autocast's) are not weights. Rounded
-        weights are dropped at the next refresh, and when torch records a write to the weight. Fused optimizers
-        and writes through ``.data`` leave no such record: refresh after every optimizer step.
+        Views of a weight are recognised by its storage, and so are its casts (autocast's), which are rounded from
+        the weight itself. Rounded weights are dropped at the next refresh, and when torch records a write to the
+        weight. Fused optimizers and writes through ``.data`` leave no such record: refresh after every optimizer step.
 
         Args:
-            weights: parameters, or copies of them; they are kept alive until the next refresh.
+            weights: parameters, or copies of them, kept alive until the next refresh; by name, where ``keep`` shall
+                find the layers they belong to.
             seed: of the noise of stochastic rounding. A weight's noise depends on the seed, its place among
                 ``weights`` and the contracted axis, not on the order in which weights are used.
         """
-        self._weights = _Weights(weights, seed)
 
-    def format_of(self, func: Any, args: Sequence[Any]) -> str | None:
-        """The name of the format in which an aten operation runs inside ``mode``, None if it is not lowered.
+        def quantize(use: WeightUse, view: Tensor) -> Operand:
+            noise = self.noise(view.device, "weight", seed, *use[:5])
+            return self._quantize(view, use.dim, use.format, noise, "weight", use.rotated)
 
-        Nothing is executed; for counting work per format.
+        named = weights if isinstance(weights, Mapping) else dict(enumerate(weights))
+        self._names = tuple(map(str, named))
+        self._weights = RoundedWeights(named.values(), quantize)
 
-        Args:
-            func: an operator overload, such as ``torch.ops.aten.mm.default``.
-            args: its positional arguments.
-
-        Example:
-            >>> a = torch.ones(2, 2)
-            >>> Lowering("int4").format_of(torch.ops.aten.mm.default, (a, a))
-            'int4'
-            >>> Lowering("int4").format_of(torch.ops.aten.add.Tensor, (a, a)) is None
-            True
-        """
-        return self.format.name if func in _RULES and _applies(func, args) else None
+    def rounded(self, use: WeightUse) -> Operand:
+        """The rounded form of a weight, for a program that takes it as an input."""
+        return self._weights.recall(use)
 
     def noise(self, device: torch.device, *parts: object) -> Noise | None:
         """Noise from a new private generator seeded by ``parts``; None for nearest rounding."""
@@ -107,186 +142,202 @@ class Lowering:
             return None
         return noise_from(Generator(device).manual_seed(derive_seed(*parts)))
 
+    def pass_noise(self, device: torch.device, seed: int) -> Noise | None:
+        """The noise of one pass, drawn from in the order of its operations."""
+        return self.noise(device, "activations", seed)
+
+    def formats_of(self, func: Any, args: Sequence[Any]) -> tuple[str, ...]:
+        """The formats in which an aten operation's products run inside ``mode``; empty if it is not lowered.
+
+        Nothing is executed; for counting work per format. Where several products share an operation (a convolution's
+        backward pass) there is one entry for each, ``""`` for one that stays in high precision.
+
+        Args:
+            func: an operator overload, such as ``torch.ops.aten.mm.default``.
+            args: its positional arguments.
+
+        Example:
+            >>> a = torch.ones(2, 2)
+            >>> Lowering("int4").formats_of(torch.ops.aten.mm.default, (a, a))
+            ('int4',)
+            >>> Lowering("int4").formats_of(torch.ops.aten.add.Tensor, (a, a))
+            ()
+        """
+        if not applies(func, args):
+            return ()
+        names = tuple(fmt.name if fmt else "" for fmt in self._choose(func, args).formats.values())
+        return names if any(names) else ()
+
+    def _choose(self, func: Any, args: Sequence[Any]) -> _Chosen:
+        """The format of each product of an operation; None for one that stays in high precision."""
+        rule = RULES[func]
+        operands = [args[i] for i in rule.operands]
+        indices = [self._weights.index(x) for x in operands]
+        node = torch._C._current_autograd_node()
+        # A forward pass recomputed inside a backward one (checkpointing) has gradients enabled.
+        backward = node is not None and not torch.is_grad_enabled()
+        seen = self._forward.get(node._sequence_nr()) if node is not None and backward else None
+        if seen is None:
+            seen = self._look(rule, operands, indices)
+            if not backward:
+                # The first to come with a number made the node; one without a node of its own comes later.
+                seen = self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, seen)
+        if rule.products is not None:
+            products = rule.products(args)
+        else:
+            products = (_product(backward, seen.attention, any(i is not None for i in indices)),)
+        formats = {product: self._format(product, rule.lengths(product, args), seen) for product in products}
+        return _Chosen(formats, seen.storages if backward else ())
+
+    def _look(self, rule: Any, operands: Sequence[Tensor], indices: Sequence[int | None]) -> _Seen:
+        weights = [self._names[i] for i in indices if i is not None]
+        paths = [self._layers.current, *(path for name in weights for path in self._layers.owners(name))]
+        attention = not weights and operands[0].dim() == 3
+        return _Seen(tuple(paths), attention, tuple(StorageWeakRef(x.untyped_storage()) for x in operands))
+
+    def _format(self, product: Product, lengths: Sequence[int], seen: _Seen) -> Format | None:
+        fmt: Format = getattr(self.formats, product)
+        kept = next((glob for glob in self.keep if any(Layers.matching(glob, path) for path in seen.paths)), None)
+        reason = f"kept by keep={kept!r}" if kept else next(filter(None, map(fmt.refuses, lengths)), "")
+        if not reason:
+            return fmt
+        self.unlowered[next(filter(None, seen.paths), ""), product] = reason
+        return None
+
+    def _quantize(self, x: Tensor, dim: int, fmt: Format, noise: Noise | None, role: Role, rotated: bool) -> Operand:
+        return fmt.quantize(rotate(x, dim) if rotated else x, dim, noise, role)
+
+
+def _product(backward: bool, attention: bool, weighted: bool) -> Product:
+    """What a matrix product is: of a layer, forward or backward, or of two activations in attention."""
+    if attention:
+        return "attention"
+    if not backward:
+        return "output"
+    return "grad_input" if weighted else "grad_weight"
+
+
+class _Seen(NamedTuple):
+    """What a forward operation leaves for its backward ones.
+
+    Attributes:
+        paths: the layer whose forward ran, and those that own its weights.
+        attention: whether it multiplied batches of matrices, none of them a weight.
+        storages: of its operands: references that keep no numbers alive, but no other storage gets their address.
+    """
+
+    paths: tuple[str, ...]
+    attention: bool
+    storages: tuple[StorageWeakRef, ...]
+
+
+class _Chosen(NamedTuple):
+    """The format of each product, and in a backward pass the storages of what its forward pass multiplied."""
+
+    formats: dict[Product, Format | None]
+    activations: tuple[StorageWeakRef, ...]
+
 
 class _LoweringMode(TorchDispatchMode):
     """Runs the operations of the table in a format; see ``Lowering.mode``."""
 
-    def __init__(self, lowering: Lowering, seed: int) -> None:
+    def __init__(self, lowering: Lowering, seed: int, tape: Tape | None) -> None:
         super().__init__()
-        self._lowering = lowering
+        self.lowering = lowering
+        self.tape = tape
         self._seed = seed
         self._noise: dict[torch.device, Noise | None] = {}
         self._weights = lowering._weights
-        if get_proxy_mode() is not None:
+        if tape is None and get_proxy_mode() is not None:
             if lowering.rounding != "nearest":
                 raise NotImplementedError(
-                    f"rounding={lowering.rounding!r} cannot be traced: its generator has no place in a "
-                    "traced program; trace rounding='nearest', or run the program eagerly."
+                    f"rounding={lowering.rounding!r} cannot be traced without a tape for its noise: pass "
+                    "mode(seed, tape=Tape()), and give the program new noise in every run."
                 )
-            # A weight rounded before the trace would be baked into the program as a constant.
-            self._weights = _Weights()
+            self._weights = RoundedWeights()  # what was rounded before would be baked into the program
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        rule = _RULES.get(func)
-        if rule is not None and _applies(func, args):
-            return rule(self, *args, **kwargs)
-        if torch.is_inference_mode_enabled():
+        if applies(func, args):
+            chosen = self.lowering._choose(func, args)
+            if any(fmt is not None and not isinstance(fmt, Identity) for fmt in chosen.formats.values()):
+                return RULES[func].run(_Run(self, chosen), *args, **kwargs)
+        elif torch.is_inference_mode_enabled():
             # Without autograd, composite operations such as linear arrive whole; their parts come back here.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is aten._to_copy.default:
+            self._weights.remember_cast(args[0], result)
+        return result
 
-    def operand(self, x: Tensor, dim: int) -> Operand:
-        """``x`` rounded for a product that contracts ``dim``; a weight may come from the cache."""
-        lowering = self._lowering
-        if (identity := self._weights.identify(x, dim)) is not None:
+    def weight(self, use: WeightUse) -> Operand:
+        """A rounded weight."""
+        operand = self._weights.recall(use)
+        if self.tape is not None and all(use != known for known, _ in self.tape.weights):
+            self.tape.weights.append((use, operand))
+        return operand
 
-            def quantize(*parts: object) -> Operand:
-                return lowering.format.quantize(x, dim, lowering.noise(x.device, *parts))
+    def noise(self, device: torch.device) -> Noise | None:
+        """The noise of this pass on a device."""
+        if device not in self._noise:
+            self._noise[device] = self.lowering.pass_noise(device, self._seed)
+        draw = self._noise[device]
+        if draw is None or self.tape is None:
+            return draw
+        tape = self.tape.noise
 
-            return self._weights.recall(identity, x, quantize)
-        if x.device not in self._noise:
-            self._noise[x.device] = lowering.noise(x.device, "activations", self._seed)
-        return lowering.format.quantize(x, dim, self._noise[x.device])
+        def drawn(like: Tensor) -> Tensor:
+            with disable_proxy_modes_tracing():
+                tape.append(draw(torch.empty(like.shape, device=like.device)))
+            return tape[-1]
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """The low-precision product of two matrices, or of two batches of them, in fp32."""
-        return self._lowering.format.multiply(self.operand(a, -1), self.operand(b, -2))
-
-
-class _Weights:
-    """Rounded weights, by where and how they lie in memory."""
-
-    def __init__(self, weights: Iterable[Tensor] = (), seed: int = 0) -> None:
-        self._seed = seed
-        self._forms: dict[tuple[object, ...], tuple[int, Operand]] = {}
-        # The storages are held so that no activation can be given the address of a weight that was freed.
-        self._storages: dict[int, tuple[int, UntypedStorage]] = {}
-        for weight in weights:
-            storage = weight.untyped_storage()
-            if storage.data_ptr():  # a meta tensor has none
-                self._storages.setdefault(storage.data_ptr(), (len(self._storages), storage))
-
-    def identify(self, x: Tensor, dim: int) -> tuple[object, ...] | None:
-        """Which weight, which view of it and which axis; None if ``x`` is no weight."""
-        if not self._storages:
-            return None
-        index, _ = self._storages.get(x.untyped_storage().data_ptr(), (None, None))
-        # Inference tensors keep no version: writes to them would go unnoticed.
-        if index is None or x.is_inference():
-            return None
-        return index, x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, dim
-
-    def recall(self, identity: tuple[object, ...], x: Tensor, quantize: Callable[..., Operand]) -> Operand:
-        """The rounded form; unless up to date, from ``quantize``, which is told what the noise depends on."""
-        known = self._forms.get(identity)
-        if known is None or known[0] != x._version:
-            known = x._version, quantize("weight", self._seed, *identity)
-            self._forms[identity] = known
-        return known[1]
+        return drawn
 
 
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+class _Run:
+    """One lowered operation; see ``rules.Run``."""
 
+    def __init__(self, mode: _LoweringMode, chosen: _Chosen) -> None:
+        self._mode = mode
+        self._formats = chosen.formats
+        self._activations = chosen.activations
 
-def _applies(func: Any, args: Sequence[Any]) -> bool:
-    """Whether the rule fits: dense tensors of one float dtype, none empty; no transposed convolution."""
-    transposed = _TRANSPOSED.get(func)
-    if transposed is not None and args[transposed]:
-        return False
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    dtype = tensors[0].dtype
-    return dtype in _FLOATS and all(x.dtype == dtype and x.layout is torch.strided and x.numel() for x in tensors)
+    def lowers(self, product: Product) -> bool:
+        return not isinstance(self._formats[product], Identity | None)
 
+    def native(self, product: Product) -> bool:
+        return isinstance(self._formats[product], BFloat16)
 
-def _mm(mode: _LoweringMode, a: Tensor, b: Tensor) -> Tensor:
-    """mm and bmm: a b."""
-    return mode.product(a, b).to(a.dtype)
+    def rounds_weights_once(self, product: Product) -> bool:
+        fmt = self._formats[product]
+        return fmt is not None and fmt.rounds_weights_once
 
+    def operand(self, x: Tensor, dim: int, role: Role, product: Product, rotated: bool = False) -> Operand:
+        fmt = self._formats[product]
+        assert fmt is not None
+        use = self._mode._weights.use(x, dim, fmt, rotated) if role == "weight" else None
+        if use is not None:
+            return self._mode.weight(use)
+        return self._mode.lowering._quantize(x, dim, fmt, self._mode.noise(x.device), role, rotated)
 
-def _addmm(mode: _LoweringMode, base: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """addmm and baddbmm: beta base + alpha a b, with ``base`` exact, and not even read where beta is 0."""
-    product = mode.product(a, b)
-    if alpha != 1:
-        product.mul_(alpha)
-    if beta != 0:
-        product.add_(base, alpha=beta)
-    return product.to(a.dtype)
+    def product(self, a: Tensor, b: Tensor, roles: tuple[Role, Role] | None = None) -> Tensor:
+        (product, fmt), *_ = self._formats.items()
+        assert fmt is not None
+        role_a, role_b = roles or (self._role(a, product), self._role(b, product))
+        return fmt.multiply(self._side(a, -1, role_a, product), self._side(b, -2, role_b, product))
 
+    def _side(self, x: Tensor, dim: int, role: Role, product: Product) -> Operand:
+        if role == "weight" and product == "grad_input" and self.rounds_weights_once(product):
+            # The forward product contracted the other axis of this weight, and its numbers serve here too.
+            return self.operand(x.mT, dim, role, product).transpose()
+        return self.operand(x, dim, role, product, rotated=self._mode.lowering.rotation)
 
-def _convolution(mode: _LoweringMode, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """Contracts input channels and kernel: rounded operands, convolved in high precision, an exact bias."""
-    groups = geometry[-1]
-    inputs, kernel = _along_channels(mode, x, groups), _along_kernel(mode, weight)
-    y: Tensor = aten.convolution.default(inputs, kernel, None, *geometry).float()
-    if bias is not None:
-        y.add_(bias.view(-1, *[1] * (x.dim() - 2)))
-    return y.to(x.dtype)
-
-
-def _convolution_backward(
-    mode: _LoweringMode, dy: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The input gradient contracts the output channels, the weight gradient the batch and its positions."""
-    *geometry, (wants_dx, wants_dw, wants_db) = rest
-    groups = geometry[-1]
-    dx = dw = db = None
-
-    def backward(dy: Tensor, x: Tensor, weight: Tensor, which: int) -> Tensor:
-        mask = [which == i for i in range(3)]
-        gradients = aten.convolution_backward.default(dy, x, weight, bias_sizes, *geometry, mask)
-        gradient: Tensor = gradients[which]
-        return gradient
-
-    # Where an argument serves for its shape alone, an empty tensor of the right dtype stands in.
-    if wants_dx:
-        outputs, kernel = _along_channels(mode, dy, groups), _along_outputs(mode, weight, groups)
-        dx = backward(outputs, torch.empty_like(x, dtype=kernel.dtype), kernel, 0).to(x.dtype)
-    if wants_dw:
-        outputs, inputs = _along_positions(mode, dy), _along_positions(mode, x)
-        dw = backward(outputs, inputs, torch.empty_like(weight, dtype=inputs.dtype), 1).to(weight.dtype)
-    if wants_db:
-        db = backward(dy, x, weight, 2)
-    return dx, dw, db
-
-
-def _along_channels(mode: _LoweringMode, x: Tensor, groups: int) -> Tensor:
-    """[batch, channels, *positions] rounded along the channels of each group."""
-    batch, channels = x.shape[:2]
-    rows = x.reshape(batch, groups, channels // groups, -1)
-    return mode.operand(rows, -2).dequantize().reshape(x.shape)
-
-
-def _along_positions(mode: _LoweringMode, x: Tensor) -> Tensor:
-    """[batch, channels, *positions] rounded, channel by channel, along batch and positions together."""
-    by_channel = x.transpose(0, 1)
-    rows = by_channel.reshape(1, x.shape[1], -1)
-    return mode.operand(rows, -1).dequantize().reshape(by_channel.shape).transpose(0, 1)
-
-
-def _along_kernel(mode: _LoweringMode, weight: Tensor) -> Tensor:
-    """[outputs, inputs / groups, *kernel] rounded, output by output, along inputs and kernel together."""
-    rows = weight.reshape(1, weight.shape[0], -1)
-    return mode.operand(rows, -1).dequantize().reshape(weight.shape)
-
-
-def _along_outputs(mode: _LoweringMode, weight: Tensor, groups: int) -> Tensor:
-    """[outputs, inputs / groups, *kernel] rounded along the outputs of each group."""
-    rows = weight.reshape(groups, weight.shape[0] // groups, -1)
-    return mode.operand(rows, -2).dequantize().reshape(weight.shape)
-
-
-_RULES: dict[Any, Callable[..., Any]] = {
-    aten.mm.default: _mm,
-    aten.bmm.default: _mm,
-    aten.addmm.default: _addmm,
-    aten.baddbmm.default: _addmm,
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution_backward,
-}
-
-# Where the arguments say that a convolution is transposed: those stay in high precision.
-_TRANSPOSED = {aten.convolution.default: 6, aten.convolution_backward.default: 7}
+    def _role(self, x: Tensor, product: Product) -> Role:
+        if self._mode._weights.index(x) is not None:
+            return "weight"
+        if not self._activations:
+            return "activation"
+        return "activation" if StorageWeakRef(x.untyped_storage()) in self._activations else "gradient"

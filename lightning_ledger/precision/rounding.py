@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
@@ -20,6 +21,30 @@ ROUNDINGS = ("nearest", "stochastic")
 
 Noise = Callable[[Tensor], Tensor]
 """Gives one uniform random int16 for each element of its argument, in the argument's shape and on its device."""
+
+
+@dataclass(frozen=True)
+class FloatType:
+    """A small floating-point type, subnormals included.
+
+    Args:
+        name: e, exponent bits, m, mantissa bits.
+        mantissa_bits: explicit ones.
+        min_exponent: exponent of the smallest normal number.
+        largest: the largest finite number.
+    """
+
+    name: str
+    mantissa_bits: int
+    min_exponent: int
+    largest: float
+
+
+# The two of eight bits after Micikevicius et al., arXiv 2209.05433; all after the OCP Microscaling specification.
+E4M3 = FloatType("e4m3", mantissa_bits=3, min_exponent=-6, largest=448.0)
+E5M2 = FloatType("e5m2", mantissa_bits=2, min_exponent=-14, largest=57344.0)
+E2M3 = FloatType("e2m3", mantissa_bits=3, min_exponent=0, largest=7.5)
+E2M1 = FloatType("e2m1", mantissa_bits=1, min_exponent=0, largest=6.0)
 
 _DITHER_UNIT = 2.0**-16
 _FP32_EXPONENT = 0x7F800000
@@ -101,29 +126,28 @@ def round_to_integers_(y: Tensor, noise: Noise | None) -> Tensor:
     return y.round_()
 
 
-def round_to_floats_(y: Tensor, mantissa_bits: int, min_exponent: int, noise: Noise | None) -> Tensor:
-    """Round ``y`` in place to a small floating-point grid, subnormals included.
+def round_to_floats_(y: Tensor, element: FloatType, noise: Noise | None) -> Tensor:
+    """Round ``y`` in place to a small floating-point type, subnormals included.
 
     The grid step at y is 2**(max(floor(log2 |y|), min_exponent) - mantissa_bits). Adding and subtracting
     1.5 * 2**23 steps makes fp32 itself round to that step, ties to even.
 
     Args:
-        y: fp32, any shape, no larger than the largest finite number of the grid.
-        mantissa_bits: explicit mantissa bits of the grid (3 for e4m3).
-        min_exponent: exponent of the smallest normal number (-6 for e4m3).
+        y: fp32, any shape, no larger than the largest finite number of the type.
+        element: the type.
         noise: for stochastic rounding; None for nearest.
 
     Returns:
         ``y`` itself. Infinite and NaN elements become NaN.
 
     Example:
-        >>> round_to_floats_(torch.tensor([1.06, -300.0, 0.003]), 3, -6, noise=None)
+        >>> round_to_floats_(torch.tensor([1.06, -300.0, 0.003]), E4M3, noise=None)
         tensor([ 1.0000e+00, -2.8800e+02,  3.9062e-03])
     """
-    power = _power_of_two(y).clamp_(min=2.0**min_exponent)
+    power = floor_power_of_two(y).clamp_(min=2.0**element.min_exponent)
     if noise is not None:
-        y.addcmul_(power, dither(y, noise), value=_DITHER_UNIT * 2.0**-mantissa_bits)
-    shift = power.mul_(1.5 * 2.0 ** (_FP32_MANTISSA_BITS - mantissa_bits))
+        y.addcmul_(power, dither(y, noise), value=_DITHER_UNIT * 2.0**-element.mantissa_bits)
+    shift = power.mul_(1.5 * 2.0 ** (_FP32_MANTISSA_BITS - element.mantissa_bits))
     return y.add_(shift).sub_(shift)
 
 
@@ -153,6 +177,14 @@ def round_to_bfloat16(x: Tensor, noise: Noise | None) -> Tensor:
     return rounded.add_(x - x).to(torch.bfloat16)
 
 
-def _power_of_two(y: Tensor) -> Tensor:
-    """2**floor(log2 |y|) of an fp32 tensor, read off its bits; infinity for infinite and NaN elements."""
+def floor_power_of_two(y: Tensor) -> Tensor:
+    """2**floor(log2 |y|) of an fp32 tensor, read off its bits.
+
+    Returns:
+        fp32; 0 for zero and subnormal elements, infinity for infinite and NaN ones.
+
+    Example:
+        >>> floor_power_of_two(torch.tensor([0.75, -8.0]))
+        tensor([0.5000, 8.0000])
+    """
     return (y.view(torch.int32) & _FP32_EXPONENT).view(torch.float32)

@@ -1,9 +1,8 @@
-"""Gradient predictors: cheap, possibly wrong gradients of a micro-batch's loss."""
+"""The eager predictor: the training step itself, run inside the lowering mode."""
 
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -13,53 +12,8 @@ from torch import Tensor
 from lightning_ledger.flops import FlopCounter, StepFlops
 from lightning_ledger.microbatches import shape_key
 from lightning_ledger.precision import Lowering
+from lightning_ledger.predictors.base import GradientPredictor, Prediction
 from lightning_ledger.program import Context, ShadowBuffers, training_step_gradients
-
-Prediction = tuple[Tensor, dict[str, Tensor | None]]
-
-
-class GradientPredictor(ABC):
-    """The plug point: anything that maps (weights, micro-batch, seed) to (loss, gradients).
-
-    Two rules keep the corrected estimate unbiased, whatever the predictor's quality: a prediction depends on nothing
-    but weights, micro-batch and seed, and it has no effect on the module.
-    """
-
-    @abstractmethod
-    def refresh(self, weights: Mapping[str, Tensor], seed: int = 0) -> None:
-        """Take these weights for all predictions until the next call.
-
-        Args:
-            weights: trainable parameters by name. Kept as they are, not copied: pass clones to predict at stale
-                weights, the live parameters to follow them.
-            seed: of the stochastic rounding of the weights, if any.
-        """
-
-    @abstractmethod
-    def predict(self, microbatch: Any, seed: int, *arguments: Any) -> Prediction | None:
-        """Predict one micro-batch's loss and gradients.
-
-        Args:
-            microbatch: the samples, structured as the user's batch.
-            seed: of this micro-batch; the exact pass on it runs under the same one.
-            *arguments: the rest of what ``training_step`` takes, such as the batch index.
-
-        Returns:
-            The loss and a gradient per trainable parameter (None where the loss does not depend on it), or None if
-            the training step skipped the micro-batch.
-        """
-
-    @abstractmethod
-    def work(self, shape: Hashable, skipped: bool = False) -> StepFlops | None:
-        """FLOPs of one prediction on micro-batches of this shape.
-
-        Args:
-            shape: ``shape_key(microbatch)``.
-            skipped: of one whose training step returned None: it had no backward pass.
-
-        Returns:
-            The count, or None before the first such prediction.
-        """
 
 
 class EagerPredictor(GradientPredictor):
@@ -93,7 +47,7 @@ class EagerPredictor(GradientPredictor):
         self.lowering = lowering
         self._context = context
         self._on_counted = on_counted
-        self._buffers = ShadowBuffers(module)
+        self.buffers = ShadowBuffers(module)
         self._weights: Mapping[str, Tensor] = {}
         self._work: dict[tuple[Hashable, bool], StepFlops] = {}
 
@@ -101,11 +55,12 @@ class EagerPredictor(GradientPredictor):
         if list(weights) != list(self._weights):
             self._work.clear()  # another trainable set has another backward pass
         self._weights = dict(weights)
-        self.lowering.refresh(weights.values(), seed)
+        frozen = {n: p for n, p in self.module.named_parameters() if n not in weights and p.is_floating_point()}
+        self.lowering.refresh({**weights, **frozen}, seed)
 
     def predict(self, microbatch: Any, seed: int, *arguments: Any) -> Prediction | None:
         shape = shape_key(microbatch)
-        counter = FlopCounter(self.lowering.format_of) if (shape, False) not in self._work else None
+        counter = FlopCounter(self.lowering.formats_of) if (shape, False) not in self._work else None
         # The counter goes inside the lowering, to see each product before it is lowered.
         with self.lowering.mode(seed), counter or contextlib.nullcontext():
             result = training_step_gradients(
@@ -113,7 +68,7 @@ class EagerPredictor(GradientPredictor):
                 self._weights,
                 (microbatch, *arguments),
                 seed,
-                self._buffers,
+                self.buffers,
                 self._context,
                 counter,
             )

@@ -1,0 +1,289 @@
+"""The captured predictor: one graph per input shape, checked against the eager predictor."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_ledger.flops import FlopCounter, StepFlops
+from lightning_ledger.microbatches import shape_key, tensors_apart
+from lightning_ledger.precision import Lowering
+from lightning_ledger.predictors.base import GradientPredictor, Prediction
+from lightning_ledger.predictors.eager import EagerPredictor
+from lightning_ledger.program import Context, Deliver, GradientProgram, NotCapturable, capture
+from lightning_ledger.program.compilation import NotCompilable, compile_program
+
+Engine = Literal["eager", "captured", "compiled"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+
+# How far a program's loss and gradient may be from the eager predictor's, relative to their size. A captured program
+# runs the same kernels on the same numbers. A compiled one adds in another order, and a number near the middle
+# between two of a coarse format then rounds to the other neighbour.
+BOUNDS: dict[Engine, float] = {"captured": 1e-5, "compiled": 2e-2}
+# A program is compared at its uses number 1, 2, 4, 8, ... and, from this one on, at each multiple of it.
+CHECK_EVERY = 512
+MAX_PROGRAMS = 32
+
+
+@dataclass
+class _Entry:
+    """What is known of one input shape."""
+
+    program: GradientProgram | None = None
+    uses: int = 0
+    first_refresh: int = 0
+
+
+class ProgramPredictor(GradientPredictor):
+    """Captures the training step once per input shape and runs the captured program: the default.
+
+    A program is compared with the eager predictor when it is first used and on a schedule (uses 2, 4, 8, ..., then
+    every 512). Where the step cannot be captured, or the two differ beyond ``BOUNDS``, the eager predictor takes over,
+    with one warning that says why. The first shape is captured at once, others when they come back in a later step:
+    a shape seen once is not worth it.
+
+    Args:
+        module: the user's module, unmodified.
+        lowering: the number format of the matrix products.
+        context: the Trainer's precision context.
+        engine: "captured": the graph as it is, bit for bit the eager predictor's numbers; "compiled": through
+            TorchInductor, within ``BOUNDS``; "eager": no program at all.
+        on_counted: called with the counter of the first prediction of each shape.
+        on_checked: called with the work of every pass that serves to capture or to compare.
+
+    Attributes:
+        captures: programs captured so far.
+        compilations: programs compiled so far.
+
+    Example:
+        >>> import torch
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> model = BoringModel()
+        >>> predictor = ProgramPredictor(model, Lowering("int8"))
+        >>> predictor.refresh(dict(model.named_parameters()))
+        >>> loss, gradients = predictor.predict(torch.ones(4, 32), 0, 0)
+        >>> sorted(gradients), predictor.captures
+        (['layer.bias', 'layer.weight'], 1)
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        lowering: Lowering,
+        context: Context = contextlib.nullcontext,
+        engine: Engine = "captured",
+        on_counted: Callable[[FlopCounter], None] = lambda counter: None,
+        on_checked: Callable[[StepFlops], None] = lambda flops: None,
+    ) -> None:
+        self.module = module
+        self.lowering = lowering
+        self.engine: Engine = engine
+        self.captures = self.compilations = 0
+        self._context = context
+        self._on_checked = on_checked
+        self._eager = EagerPredictor(module, lowering, context, on_counted)
+        self._entries: dict[Hashable, _Entry] = {}
+        self._weights: Mapping[str, Tensor] = {}
+        self._refreshes = 0
+
+    def refresh(self, weights: Mapping[str, Tensor], seed: int = 0) -> None:
+        if list(weights) != list(self._weights):
+            self._entries.clear()  # another trainable set has another backward pass
+        self._weights = dict(weights)
+        self._eager.refresh(weights, seed)
+        self._refreshes += 1
+
+    def work(self, shape: Hashable, skipped: bool = False) -> StepFlops | None:
+        return self._eager.work(shape, skipped)
+
+    def run_eagerly(self, reason: str) -> bool:
+        if self.engine == "eager":
+            return False
+        self.engine = "eager"
+        self._entries.clear()
+        rank_zero_warn(
+            f"Predictions run eagerly from now on: {reason}. They are right, but slower than a captured program. "
+            "GradientPrediction(engine='eager') asks for this and silences the warning."
+        )
+        return True
+
+    def predict(self, microbatch: Any, seed: int, *arguments: Any) -> Prediction | None:
+        entry = self._entry(microbatch)
+        if entry is None:
+            return self._eager.predict(microbatch, seed, *arguments)
+        entry.uses += 1
+        if entry.program is not None and not _is_due(entry.uses):
+            prediction = self._run(entry.program, microbatch, seed)
+            return prediction or self._eager.predict(microbatch, seed, *arguments)
+        eager = self._eager.predict(microbatch, seed, *arguments)
+        if eager is None:
+            return None  # whoever asked knows what else was skipped, and may ask again without programs
+        if entry.program is None:
+            self._capture(entry, microbatch, seed, arguments)
+        if entry.program is not None:
+            self._compare(entry.program, eager, microbatch, seed)
+        return eager
+
+    def predict_into(self, deliver: Deliver, microbatch: Any, seed: int, *arguments: Any) -> Tensor | None:
+        entry = self._entry(microbatch)
+        if entry is None or entry.program is None or _is_due(entry.uses + 1):
+            return super().predict_into(deliver, microbatch, seed, *arguments)
+        entry.uses += 1
+        delivered: set[str] = set()
+
+        def passed_on(name: str, gradient: Tensor) -> None:
+            delivered.add(name)
+            deliver(name, gradient)
+
+        try:
+            return entry.program.run(self._weights, self._others(), microbatch, seed, passed_on)
+        except RuntimeError as error:
+            self._failed(error)
+        # What the program has delivered cannot be taken back: the training step gives the rest.
+        return super().predict_into(
+            lambda name, gradient: None if name in delivered else deliver(name, gradient), microbatch, seed, *arguments
+        )
+
+    def _entry(self, microbatch: Any) -> _Entry | None:
+        """The program to use; None to predict eagerly."""
+        if self.engine == "eager":
+            return None
+        apart = tensors_apart(microbatch)
+        if apart is None:
+            self.run_eagerly(
+                f"the batch, a {type(microbatch).__name__}, holds arrays or objects that hide their tensors"
+            )
+            return None
+        # A layer in evaluation mode runs other operations.
+        key = (apart[2], tuple(layer.training for layer in self.module.modules()))
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = _Entry(first_refresh=self._refreshes)
+            if len(self._entries) < 64 * MAX_PROGRAMS:
+                self._entries[key] = entry
+        if entry.program is not None:
+            return entry
+        captured = sum(e.program is not None for e in self._entries.values())
+        is_worth_it = captured == 0 or entry.first_refresh < self._refreshes
+        return entry if is_worth_it and captured < MAX_PROGRAMS else None
+
+    def _others(self) -> list[Tensor]:
+        frozen = [p for name, p in self.module.named_parameters() if name not in self._weights]
+        return [*frozen, *self._eager.buffers.fresh().values()]
+
+    def _run(self, program: GradientProgram, microbatch: Any, seed: int) -> Prediction | None:
+        """The program's prediction; None where it fails, and then it has run for the last time."""
+        try:
+            return program(self._weights, self._others(), microbatch, seed)
+        except RuntimeError as error:
+            self._failed(error)
+            return None
+
+    def _failed(self, error: RuntimeError) -> None:
+        """Give up programs after one failed, but not for lack of memory: the training step needs more."""
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        lines = str(error).strip().splitlines() or [""]
+        self.run_eagerly(
+            f"the captured program failed with {type(error).__name__}: {lines[0]}. A shape that depends on data, such "
+            "as the number of elements that a mask selects, is fixed at capture"
+        )
+
+    def _capture(self, entry: _Entry, microbatch: Any, seed: int, arguments: tuple[Any, ...]) -> None:
+        start = time.perf_counter()
+        try:
+            entry.program = capture(
+                self.module,
+                self._weights,
+                self._eager.buffers,
+                (microbatch, *arguments),
+                seed,
+                self.lowering,
+                self._context,
+            )
+        except NotCapturable as error:
+            self.run_eagerly(f"the training step could not be captured as a program: {error}")
+            return
+        self._charge(microbatch)
+        self.captures += 1
+        rank_zero_info(
+            f"Captured the training step in {time.perf_counter() - start:.1f} s: "
+            f"{len(entry.program.graph.graph.nodes):,} operations."
+        )
+        if self.engine == "compiled":
+            self._compile(entry.program, microbatch, seed)
+
+    def _compile(self, program: GradientProgram, microbatch: Any, seed: int) -> None:
+        apart = tensors_apart(microbatch)
+        assert apart is not None
+        try:
+            inputs = program.inputs(self._weights, self._others(), apart[0])
+            compile_program(program, [*inputs, *program.noise(seed, inputs[0].device)])
+        except NotCompilable as error:
+            self.engine = "captured"
+            rank_zero_warn(f"Predictions run as a captured graph, not compiled: {error}.")
+            return
+        self.compilations += 1
+
+    def _compare(self, program: GradientProgram, eager: Prediction, microbatch: Any, seed: int) -> None:
+        """Fall back to the eager predictor where the program's prediction is another."""
+        bound = BOUNDS[self.engine]
+        prediction = self._run(program, microbatch, seed)
+        self._charge(microbatch)
+        if prediction is None:
+            return
+        found = difference(prediction, eager)
+        if not found <= bound:
+            self.run_eagerly(
+                f"the captured program's gradient differs from the training step's by {found:.2g} of its size, more "
+                f"than {bound:g}. Python state that the step reads (batch_idx, global_step, an attribute, NumPy's "
+                "random numbers) is fixed at capture, and so are the random numbers of a checkpointed layer"
+            )
+
+    def _charge(self, microbatch: Any) -> None:
+        if (flops := self.work(shape_key(microbatch))) is not None:
+            self._on_checked(flops)
+
+
+def _is_due(use: int) -> bool:
+    """Whether a program's use of this number is compared with the eager predictor.
+
+    >>> [use for use in range(1, 1600) if _is_due(use)]
+    [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1536]
+    """
+    return use & (use - 1) == 0 if use < CHECK_EVERY else use % CHECK_EVERY == 0
+
+
+def difference(a: Prediction, b: Prediction) -> float:
+    """How far two predictions are apart: ``max(|a - b| / |b|)`` of the losses and of the whole gradients.
+
+    Args:
+        a: a prediction.
+        b: the reference.
+
+    Returns:
+        The relative difference; infinite where one has a gradient that the other lacks; 0 where the reference is not
+        finite, since there is nothing to compare with.
+    """
+    if any((a[1][name] is None) != (g is None) for name, g in b[1].items()):
+        return math.inf
+    apart = norm = 0.0
+    for name, g in b[1].items():
+        h = a[1][name]
+        if g is not None and h is not None:
+            apart += float((h.float() - g.float()).norm()) ** 2
+            norm += float(g.float().norm()) ** 2
+    loss, reference = float(a[0]), float(b[0])
+    if not (math.isfinite(norm) and math.isfinite(reference)):
+        return 0.0
+    tiny = 1e-30
+    return max(math.sqrt(apart / (norm + tiny)), abs(loss - reference) / (abs(reference) + tiny))
