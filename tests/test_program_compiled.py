@@ -54,6 +54,7 @@ def small_batch(seed: int) -> tuple[Tensor, Tensor]:
     return normal(4, 8, seed=seed), normal(4, 3, seed=seed + 100)
 
 
+@pytest.mark.slow
 def test_pt190758_dropout_masks_of_a_compiled_program_equal_eager() -> None:
     """With other masks of p = 0.5 gradients would differ by about their own size."""
     torch.manual_seed(0)

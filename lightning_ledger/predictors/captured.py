@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_ledger.engines import require_onnx, run_in_onnxruntime
 from lightning_ledger.flops import FlopCounter, StepFlops
 from lightning_ledger.microbatches import shape_key, tensors_apart
 from lightning_ledger.precision import Lowering
@@ -22,13 +23,13 @@ from lightning_ledger.predictors.eager import EagerPredictor
 from lightning_ledger.program import Context, Deliver, GradientProgram, NotCapturable, capture
 from lightning_ledger.program.compilation import NotCompilable, compile_program
 
-Engine = Literal["eager", "captured", "compiled"]
+Engine = Literal["eager", "captured", "compiled", "onnxruntime"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 # How far a program's loss and gradient may be from the eager predictor's, relative to their size. A captured program
-# runs the same kernels on the same numbers. A compiled one adds in another order, and a number near the middle
+# runs the same kernels on the same numbers. Other engines add in another order, and a number near the middle
 # between two of a coarse format then rounds to the other neighbour.
-BOUNDS: dict[Engine, float] = {"captured": 1e-5, "compiled": 2e-2}
+BOUNDS: dict[Engine, float] = {"captured": 1e-5, "compiled": 2e-2, "onnxruntime": 2e-2}
 # A program is compared at its uses number 1, 2, 4, 8, ... and, from this one on, at each multiple of it.
 CHECK_EVERY = 512
 MAX_PROGRAMS = 32
@@ -56,13 +57,14 @@ class ProgramPredictor(GradientPredictor):
         lowering: the number format of the matrix products.
         context: the Trainer's precision context.
         engine: "captured": the graph as it is, bit for bit the eager predictor's numbers; "compiled": through
-            TorchInductor, within ``BOUNDS``; "eager": no program at all.
+            TorchInductor, within ``BOUNDS``; "onnxruntime": in ONNX Runtime, within ``BOUNDS``; "eager": no program at
+            all.
         on_counted: called with the counter of the first prediction of each shape.
         on_checked: called with the work of every pass that serves to capture or to compare.
 
     Attributes:
         captures: programs captured so far.
-        compilations: programs compiled so far.
+        compilations: programs compiled, or exported to another engine, so far.
 
     Example:
         >>> import torch
@@ -84,6 +86,8 @@ class ProgramPredictor(GradientPredictor):
         on_counted: Callable[[FlopCounter], None] = lambda counter: None,
         on_checked: Callable[[StepFlops], None] = lambda flops: None,
     ) -> None:
+        if engine == "onnxruntime":
+            require_onnx()
         self.module = module
         self.lowering = lowering
         self.engine: Engine = engine
@@ -219,7 +223,7 @@ class ProgramPredictor(GradientPredictor):
             f"Captured the training step in {time.perf_counter() - start:.1f} s: "
             f"{len(entry.program.graph.graph.nodes):,} operations."
         )
-        if self.engine == "compiled":
+        if self.engine in ("compiled", "onnxruntime"):
             self._compile(entry.program, microbatch, seed)
 
     def _compile(self, program: GradientProgram, microbatch: Any, seed: int) -> None:
@@ -227,10 +231,12 @@ class ProgramPredictor(GradientPredictor):
         assert apart is not None
         try:
             inputs = program.inputs(self._weights, self._others(), apart[0])
-            compile_program(program, [*inputs, *program.noise(seed, inputs[0].device)])
+            build = compile_program if self.engine == "compiled" else run_in_onnxruntime
+            build(program, [*inputs, *program.noise(seed, inputs[0].device)])
         except NotCompilable as error:
+            wanted = "compiled" if self.engine == "compiled" else "in ONNX Runtime"
             self.engine = "captured"
-            rank_zero_warn(f"Predictions run as a captured graph, not compiled: {error}.")
+            rank_zero_warn(f"Predictions run as a captured graph, not {wanted}: {error}.")
             return
         self.compilations += 1
 
