@@ -11,19 +11,20 @@ SOURCES := lightning_ledger examples tests benchmarks docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs tune test test-slow lint format bench clean
+.PHONY: help demo docs formats tune test test-slow lint format bench clean
 
 help: ## show this text
 	@echo "lightning-ledger: what would your Lightning run cost with most gradients from idle inference hardware?"
 	@echo
 	@echo "  make demo        train a small GPT seven ways, compare what each one cost (about 10 minutes, 2 cores)"
 	@echo "  make docs        put the last demo's picture and table into README.md and docs/"
+	@echo "  make formats     measure every number format, put the table into docs/formats.md (about 10 minutes)"
 	@echo "  make tune        redo the learning-rate sweep behind the demo (about 30 minutes)"
 	@echo "  make test        run the tests, doctests included"
 	@echo "  make test-slow   run the slow tests too"
 	@echo "  make lint        ruff, formatting and types"
 	@echo "  make format      let ruff format and fix what it can"
-	@echo "  make bench       measure the plug-in's own overhead"
+	@echo "  make bench       measure the plug-in's own overhead, and programs in each format (about 30 minutes)"
 	@echo "  make clean       remove the environment, caches and demo runs"
 	@echo
 	@echo "Then, for your own runs:  $(BIN)/lightning-ledger --help"
@@ -53,6 +54,9 @@ demo: $(VENV)/.core
 docs: $(VENV)/.core
 	@$(BIN)/python docs/update_demo.py
 
+formats: $(VENV)/.core
+	@$(BIN)/python -m docs.update_formats
+
 tune: $(VENV)/.core
 	@$(BIN)/python examples/demo.py tune
 
@@ -72,7 +76,7 @@ format: $(VENV)/.dev
 	@$(BIN)/ruff check --fix $(SOURCES)
 	@$(BIN)/ruff format $(SOURCES)
 
-bench: $(VENV)/.core
+bench: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks
 
 clean:

@@ -83,7 +83,7 @@ def occurrences(found: list[dict[str, str]]) -> Counter[str]:
 
 def documented() -> set[str]:
     """The keys that the callbacks' docstrings promise."""
-    texts = (ComputeLedger.__doc__, GradientPrediction.__doc__, report.__doc__)
+    texts = (ComputeLedger.__doc__, GradientPrediction.__doc__, ControlVariate.__doc__, report.__doc__)
     return {key for text in texts for key in re.findall(r"``((?:ledger|gpcv)/\w+)``", text or "")}
 
 
@@ -118,7 +118,7 @@ def test_the_users_values_are_those_of_the_whole_batch(tmp_path):
 def test_the_documented_keys_are_the_logged_ones(tmp_path):
     fit(tmp_path, *gpcv(), strategy="predicted_gradients", logger=CSVLogger(tmp_path))
     logged = [{key for key in row if key.startswith(OURS)} for row in rows(tmp_path) if "train_loss_step" in row]
-    assert len(documented()) == 22
+    assert len(documented()) == 23
     assert logged == [documented()] * STEPS
 
 

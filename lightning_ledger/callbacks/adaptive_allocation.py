@@ -119,8 +119,6 @@ class AdaptiveAllocation(pl.Callback):
         if stage != "fit":
             return
         predicting_strategy(trainer, self)
-        if sum(isinstance(c, AdaptiveAllocation) for c in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise MisconfigurationException("Two AdaptiveAllocation callbacks are configured. Keep one of them.")
         self._prediction, _ = _other(trainer, GradientPrediction), _other(trainer, ControlVariate)
         p = self._prediction.prediction
         if not 0 < p.exact < p.microbatches:

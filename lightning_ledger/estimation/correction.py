@@ -26,6 +26,9 @@ from lightning_ledger.control_variate.estimates import WARMUP
 from lightning_ledger.estimation.allocation import Allocation, Evidence
 from lightning_ledger.estimation.centre import Centre
 
+# The root of a second moment of t gradients is near zero on some coordinates by chance while t is small, and a single
+# quotient by it would rule the averages for hundreds of steps: the metric is used after so many observations.
+METRIC_WARMUP = 20
 # What a probe of two micro-batches tells nothing of: values that depend on n and k.
 _OF_BATCHES = ("noise_scale", "noise_scale_samples", "bias", "effective_batch")
 
@@ -68,8 +71,8 @@ class Correction:
         if self.statistics is None or not same:
             self.statistics = Statistics.start(layers, self.decay)
             self.adam = None
-            if self.centre is not None:
-                self.centre = Centre(decay=self.decay)
+        if self.centre is not None and not self.centre.mean.keys() <= set(layout.names):
+            self.centre = Centre(decay=self.decay)
         return self._lam(self.statistics)
 
     def _lam(self, statistics: Statistics) -> Tensor:
@@ -91,7 +94,9 @@ class Correction:
         """
         assert self.statistics is not None
         before = self.statistics
-        metric = adam_metric(self.optimizer, parameters, layout) if self.optimizer is not None else None
+        metric = None
+        if self.optimizer is not None and before.steps >= METRIC_WARMUP:
+            metric = adam_metric(self.optimizer, parameters, layout)
         self.statistics = self._fold(before, layout, seen, lam, None, probe)
         if self.statistics.steps == before.steps:  # a gradient was not finite
             return
@@ -116,8 +121,11 @@ class Correction:
         return replace(after, averages={**after.averages, **kept})
 
     def evidence(self) -> Evidence | None:
-        """What earlier steps say of the predictions; None while that is too little."""
-        in_metric = self.adam is not None and self.adam.steps > 0
+        """What earlier steps say of the predictions; None while that is too little.
+
+        Until the optimizer's metric is in use the plain statistics speak, and the centre does not.
+        """
+        in_metric = self.adam is not None and self.adam.steps >= WARMUP
         state = self.adam if in_metric else self.statistics
         if self.statistics is None or state is None or state.steps < WARMUP or not state.ready:
             return None
@@ -126,7 +134,8 @@ class Correction:
         if exact <= 0 or self.cost_ratios[1] <= 0:
             return None
         missed = None
-        if self.centre is not None and self.centre.steps >= WARMUP:
+        settled = in_metric or (self.adam is None and self.statistics.steps > METRIC_WARMUP)
+        if self.centre is not None and self.centre.steps >= WARMUP and settled:
             missed = max(0.0, float(self.centre.missed[in_metric].mean))
         residual = float(seen.of_residual(lam).sum())
         return Evidence(exact, residual, *delta_interval(state, lam), self.cost_ratios[0], missed)

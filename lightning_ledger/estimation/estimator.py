@@ -132,7 +132,8 @@ class GradientEstimator:
             self._gather(step, lost=bool(step.exact.skipped))
             # A program cannot skip: ask the training step itself.
             assert self._fleet is not None
-            if step.exact.skipped and self._fleet.run_eagerly("the training step returned None, which no program can"):
+            skipped = step.exact.skipped or (step.predictions and step.predictions.skipped)
+            if skipped and self._fleet.run_eagerly("the training step returned None, which no program can"):
                 self._fleet.submit(jobs, arguments, step.corrected and step.observing)
                 self._gather(step, lost=True)
         if self._all_skipped(step):
@@ -170,7 +171,8 @@ class GradientEstimator:
     def _begin(self, microbatches: tuple[MicroBatch, ...], draw: Drawn) -> Batch:
         n, k, correction = len(microbatches), len(draw.control), self.correction
         corrected = correction is not None and draw.predicting and (draw.share is not None or 0 < k < n)
-        lam = correction.now(self._layout) if correction is not None else torch.ones(len(self._layout.layers))
+        uses_lam = correction is not None and (corrected or not draw.predicting)
+        lam = correction.now(self._layout) if uses_lam and correction else torch.ones(len(self._layout.layers))
         every = 1 if correction is None or draw.share is not None else correction.observe_every
         first = next(self.module.parameters())
         # Its gradient is the scale of every gradient: in double precision where the model is.

@@ -90,6 +90,7 @@ class Lowering:
         self._names: tuple[str, ...] = ()
         self._weights = RoundedWeights()
         self._forward: dict[int, _Seen] = {}
+        self._activations: set[StorageWeakRef] = set()
 
     @contextmanager
     def mode(self, seed: int, tape: Tape | None = None) -> Iterator[None]:
@@ -103,7 +104,7 @@ class Lowering:
         if all(isinstance(fmt, Identity) for fmt in self.formats.distinct):
             yield  # nothing could be closer to bit-identical
             return
-        self._forward = {}
+        self._forward, self._activations = {}, set()
         try:
             with self._layers.watched(), _LoweringMode(self, seed, tape):
                 yield
@@ -173,13 +174,12 @@ class Lowering:
         rule = RULES[func]
         operands = [args[i] for i in rule.operands]
         indices = [self._weights.index(x) for x in operands]
-        node = torch._C._current_autograd_node()
-        # A forward pass recomputed inside a backward one (checkpointing) has gradients enabled.
-        backward = node is not None and not torch.is_grad_enabled()
+        node, backward = torch._C._current_autograd_node(), _in_backward()
         seen = self._forward.get(node._sequence_nr()) if node is not None and backward else None
         if seen is None:
             seen = self._look(rule, operands, indices)
             if not backward:
+                self.remember_activations(operands)
                 # The first to come with a number made the node; one without a node of its own comes later.
                 seen = self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, seen)
         if rule.products is not None:
@@ -187,13 +187,25 @@ class Lowering:
         else:
             products = (_product(backward, seen.attention, any(i is not None for i in indices)),)
         formats = {product: self._format(product, rule.lengths(product, args), seen) for product in products}
-        return _Chosen(formats, seen.storages if backward else ())
+        return _Chosen(formats, backward)
+
+    def remember_activations(self, tensors: Iterable[Any]) -> None:
+        """What the forward pass multiplies or computes, also where it is computed again: the rest are gradients.
+
+        References that keep no numbers alive, but no other storage gets their address.
+        """
+        dense = (x for x in tensors if isinstance(x, Tensor) and x.layout is torch.strided)
+        self._activations.update(StorageWeakRef(x.untyped_storage()) for x in dense)
+
+    def is_activation(self, x: Tensor) -> bool:
+        """Whether the forward pass multiplied or computed ``x``, or what it is a view of."""
+        return StorageWeakRef(x.untyped_storage()) in self._activations
 
     def _look(self, rule: Any, operands: Sequence[Tensor], indices: Sequence[int | None]) -> _Seen:
         weights = [self._names[i] for i in indices if i is not None]
         paths = [self._layers.current, *(path for name in weights for path in self._layers.owners(name))]
         attention = not weights and operands[0].dim() == 3
-        return _Seen(tuple(paths), attention, tuple(StorageWeakRef(x.untyped_storage()) for x in operands))
+        return _Seen(tuple(paths), attention)
 
     def _format(self, product: Product, lengths: Sequence[int], seen: _Seen) -> Format | None:
         fmt: Format = getattr(self.formats, product)
@@ -206,6 +218,11 @@ class Lowering:
 
     def _quantize(self, x: Tensor, dim: int, fmt: Format, noise: Noise | None, role: Role, rotated: bool) -> Operand:
         return fmt.quantize(rotate(x, dim) if rotated else x, dim, noise, role)
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass runs; a forward pass that it computes again (checkpointing) has gradients enabled."""
+    return torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
 
 
 def _product(backward: bool, attention: bool, weighted: bool) -> Product:
@@ -223,19 +240,17 @@ class _Seen(NamedTuple):
     Attributes:
         paths: the layer whose forward ran, and those that own its weights.
         attention: whether it multiplied batches of matrices, none of them a weight.
-        storages: of its operands: references that keep no numbers alive, but no other storage gets their address.
     """
 
     paths: tuple[str, ...]
     attention: bool
-    storages: tuple[StorageWeakRef, ...]
 
 
 class _Chosen(NamedTuple):
-    """The format of each product, and in a backward pass the storages of what its forward pass multiplied."""
+    """The format of each product of an operation, and whether it belongs to the backward pass."""
 
     formats: dict[Product, Format | None]
-    activations: tuple[StorageWeakRef, ...]
+    backward: bool
 
 
 class _LoweringMode(TorchDispatchMode):
@@ -261,7 +276,7 @@ class _LoweringMode(TorchDispatchMode):
         if applies(func, args):
             chosen = self.lowering._choose(func, args)
             if any(fmt is not None and not isinstance(fmt, Identity) for fmt in chosen.formats.values()):
-                return RULES[func].run(_Run(self, chosen), *args, **kwargs)
+                return self._remember(RULES[func].run(_Run(self, chosen), *args, **kwargs))
         elif torch.is_inference_mode_enabled():
             # Without autograd, composite operations such as linear arrive whole; their parts come back here.
             with self:
@@ -271,6 +286,11 @@ class _LoweringMode(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func is aten._to_copy.default:
             self._weights.remember_cast(args[0], result)
+        return self._remember(result)
+
+    def _remember(self, result: Any) -> Any:
+        if not _in_backward():
+            self.lowering.remember_activations(result if isinstance(result, list | tuple) else (result,))
         return result
 
     def weight(self, use: WeightUse) -> Operand:
@@ -303,7 +323,7 @@ class _Run:
     def __init__(self, mode: _LoweringMode, chosen: _Chosen) -> None:
         self._mode = mode
         self._formats = chosen.formats
-        self._activations = chosen.activations
+        self._backward = chosen.backward
 
     def lowers(self, product: Product) -> bool:
         return not isinstance(self._formats[product], Identity | None)
@@ -338,6 +358,4 @@ class _Run:
     def _role(self, x: Tensor, product: Product) -> Role:
         if self._mode._weights.index(x) is not None:
             return "weight"
-        if not self._activations:
-            return "activation"
-        return "activation" if StorageWeakRef(x.untyped_storage()) in self._activations else "gradient"
+        return "gradient" if self._backward and not self._mode.lowering.is_activation(x) else "activation"

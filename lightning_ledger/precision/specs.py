@@ -64,7 +64,7 @@ def parse_formats(spec: str | Format | ProductFormats) -> ProductFormats:
     if isinstance(spec, Format):
         return ProductFormats(spec, spec, spec, spec)
     base, colon, rest = str(spec).partition(":")
-    formats = parse_formats(get_format(base))
+    formats = parse_formats(get_format(base.strip()))
     known = [f.name for f in fields(ProductFormats)]
     seen = set()
     for part in rest.split(",") if colon else ():
