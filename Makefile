@@ -24,7 +24,7 @@ help: ## show this text
 	@echo "  make test-slow   run the slow tests too"
 	@echo "  make lint        ruff, formatting and types"
 	@echo "  make format      let ruff format and fix what it can"
-	@echo "  make bench       measure the plug-in's own overhead, and programs in each format (about 30 minutes)"
+	@echo "  make bench       measure the plug-in's own overhead, and steps as programs in each number format"
 	@echo "  make clean       remove the environment, caches and demo runs"
 	@echo
 	@echo "Then, for your own runs:  $(BIN)/lightning-ledger --help"

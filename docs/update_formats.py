@@ -21,7 +21,6 @@ STEPS, BATCHES = 100, 4
 FORMATS = (
     "bf16,int8,fp8,fp8_tensor,mxfp8,mxfp6,mxfp4,nvfp4,int4,w8a16,w4a16,w4a8,int8:attention=bf16,int4:grad_weight=bf16"
 )
-COMMAND = (sys.executable, "-m", "lightning_ledger.cli")
 
 
 def main() -> None:
@@ -30,7 +29,7 @@ def main() -> None:
     if not (checkpoint := RUNS / "trained.ckpt").exists():
         train(checkpoint)
     plan = RUNS / "plan.json"
-    arguments = [
+    run(
         "plan",
         "--config=configs/demo.yaml",
         "--config=configs/demo/gpcv-int8.yaml",
@@ -39,10 +38,7 @@ def main() -> None:
         f"--plan.batches={BATCHES}",
         "--plan.minutes=60",
         f"--plan.json={plan}",
-    ]
-    finished = subprocess.run([*COMMAND, *arguments], cwd=ROOT)
-    if finished.returncode not in (0, 1):
-        raise SystemExit(f"plan ended with {finished.returncode}")
+    )
     before, _, rest = PAGE.read_text().partition(MARKERS[0])
     _, _, after = rest.partition(MARKERS[1])
     PAGE.write_text(before + MARKERS[0] + "\n" + markdown(json.loads(plan.read_text())) + MARKERS[1] + after)
@@ -51,15 +47,25 @@ def main() -> None:
 
 def train(checkpoint: Path) -> None:
     """The demo's model, trained exactly."""
-    import lightning as L
+    run(
+        "fit",
+        "--config=configs/demo.yaml",
+        f"--trainer.max_steps={STEPS}",
+        "--trainer.enable_checkpointing=true",
+        "--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint",
+        f"--trainer.callbacks.dirpath={checkpoint.parent}",
+        f"--trainer.callbacks.filename={checkpoint.stem}",
+        f"--trainer.logger.init_args.save_dir={RUNS}",
+        "--model.init_args.learning_rate=1e-3",
+    )
 
-    from examples.gpt import GPT
-    from examples.text import TextDataModule
 
-    L.seed_everything(0)
-    trainer = L.Trainer(max_steps=STEPS, logger=False, enable_checkpointing=False, accelerator="cpu")
-    trainer.fit(GPT(learning_rate=1e-3, warmup_steps=10), TextDataModule(batch_size=32))
-    trainer.save_checkpoint(checkpoint)
+def run(*arguments: str) -> int:
+    """Run `lightning-ledger`; its exit code, if it is an answer."""
+    code = subprocess.run([sys.executable, "-m", "lightning_ledger.cli", *arguments], cwd=ROOT).returncode
+    if code not in (0, 1):
+        raise SystemExit(f"`lightning-ledger {arguments[0]}` ended with {code}")
+    return code
 
 
 def markdown(plan: Mapping[str, Any]) -> str:

@@ -1,16 +1,17 @@
-"""The command `lightning-ledger`: train through Lightning's own CLI, compare, reprice and verify runs.
+"""The command `lightning-ledger`: train through Lightning's own CLI, plan, compare, reprice and verify runs.
 
-Only the training commands import torch and Lightning; the others read files, and answer at once.
+Only the commands that run a model import torch and Lightning; the others read files, and answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 PROGRAM = "lightning-ledger"
 TRAINING = ("fit", "validate", "test", "predict")
+PLANNING = "plan"
+EXPORTING = "export"
 HELP = f"""\
 usage: {PROGRAM} COMMAND [options]
 
@@ -37,6 +40,10 @@ Train any LightningModule and LightningDataModule by class path (this is Lightni
   test          run the test loop on a checkpoint
   predict       run the prediction loop on a checkpoint
 
+Ask first (takes the same options as fit, and trains nothing):
+  plan          measure on your model and data whether predicted gradients would pay
+  export        write the program that predicts, for engines without autograd, as an ONNX model
+
 Read the ledgers that runs leave behind (needs no torch):
   compare       set runs side by side: cost by tier, cost to reach a target, rival ways to spend
   reprice       what finished runs would have cost at other fleet prices, and where they break even
@@ -45,6 +52,7 @@ Read the ledgers that runs leave behind (needs no torch):
 Examples:
   {PROGRAM} fit --config configs/demo.yaml --config configs/demo/gpcv-int8.yaml
   {PROGRAM} fit --model my.Model --data my.Data --config callbacks/gpcv.yaml
+  {PROGRAM} plan --config configs/demo.yaml --plan.formats int8,int4 --plan.png plan.png
   {PROGRAM} compare runs/demo/*/ --fleet-price 0.05 --png compare.png
   {PROGRAM} reprice runs/demo/*/ --fleet-price 0.01,0.05,0.2 --png reprice.png
   {PROGRAM} verify runs/demo/*/
@@ -60,8 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command and its options; the process's own where None.
 
     Returns:
-        The exit code: 0; 1 where a ledger that was to be verified is broken; 2 after a mistake in the
-        arguments or in the files they name, told on one line of stderr.
+        The exit code: 0; 1 where a ledger that was to be verified is broken, or where a plan says that predictions do
+        not pay; 2 after a mistake in the arguments or in the files they name, told on one line of stderr, and
+        where a plan cannot be made.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -74,6 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in TRAINING:
         train(arguments)
         return 0
+    if command == PLANNING:
+        return _plan(arguments)
+    if command == EXPORTING:
+        return _export(options)
     if command not in READING:
         return _fail(_unknown(command))
     try:
@@ -94,23 +107,73 @@ def train(arguments: Sequence[str]) -> LightningCLI:
     Returns:
         The LightningCLI, with the finished `trainer`, `model` and `datamodule`.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does; a console script's path lacks it
+    with _as_process(arguments):
+        from lightning.pytorch.cli import LightningCLI
 
-    from lightning.pytorch.cli import LightningCLI
-
-    for module in ("callbacks", "strategies"):
-        import_module(f"lightning_ledger.{module}")
-
-    # LightningCLI, and each process that a launcher starts from it, reads sys.argv.
-    own_argv = sys.argv
-    sys.argv = [PROGRAM, *arguments]
-    try:
         return LightningCLI(
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
         )
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    """A dry run: exit with 0 if predictions are expected to pay, 1 if not, 2 if it cannot be told."""
+    with _as_process(arguments):
+        from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+        from lightning_ledger.planning.trainer import PlanCLI
+
+        try:
+            cli = PlanCLI()
+        except (MisconfigurationException, OSError, TypeError, ValueError) as error:
+            return _fail(f"{PLANNING}: {' '.join(str(error).split())}")
+    from lightning_ledger.reports.plan_plots import plot_plan
+    from lightning_ledger.reports.plan_tables import render_plan
+
+    forecast, options = cli.forecast, cli.options
+    if options.png is not None:
+        plot_plan(forecast, options.png)
+    if _write_json(forecast.to_dict(), options.json):
+        render_plan(forecast)
+    return 0 if forecast.verdict.pays else 1
+
+
+def _export(options: Sequence[str]) -> int:
+    """Write a captured program as an ONNX model."""
+    from lightning_ledger.engines import require_onnx
+
+    try:
+        require_onnx()
+    except ModuleNotFoundError as error:
+        return _fail(f"{EXPORTING}: {error}")
+    from lightning_ledger import exporting
+    from lightning_ledger.program import NotCapturable
+    from lightning_ledger.program.compilation import NotCompilable
+
+    output, rest = exporting.output_of(options)
+    if {"-h", "--help"} & {*rest}:
+        print(exporting.HELP, end="")
+        return 0
+    with _as_process(rest):
+        try:
+            print(exporting.export(output))
+        except (NotCapturable, NotCompilable, OSError, TypeError, ValueError) as error:
+            return _fail(f"{EXPORTING}: {' '.join(str(error).split())}")
+    return 0
+
+
+@contextlib.contextmanager
+def _as_process(arguments: Sequence[str]) -> Iterator[None]:
+    """LightningCLI, and each process that a launcher starts from it, reads sys.argv; classes are named by path."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does; a console script's path lacks it
+    for module in ("callbacks", "strategies"):
+        import_module(f"lightning_ledger.{module}")
+    own_argv = sys.argv
+    sys.argv = [PROGRAM, *arguments]
+    try:
+        yield
     finally:
         sys.argv = own_argv
 
@@ -247,8 +310,9 @@ def _parser(command: str, description: str, example: str) -> ArgumentParser:
 
 
 def _unknown(command: str) -> str:
-    near = difflib.get_close_matches(command, [*TRAINING, *READING], n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else f" Known are {', '.join([*TRAINING, *READING])}."
+    known = [*TRAINING, PLANNING, EXPORTING, *READING]
+    near = difflib.get_close_matches(command, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else f" Known are {', '.join(known)}."
     return f"no command {command!r}.{hint}"
 
 

@@ -105,7 +105,7 @@ class Pair:
 
         module.training_step = counted  # type: ignore[method-assign]
         self.program = ProgramPredictor(
-            module, Lowering(format, rounding), context, engine, on_checked=lambda flops: self._count()
+            module, Lowering(format, rounding), context, engine, on_checked=lambda flops, restarted: self._count()
         )
         self.eager = EagerPredictor(module, Lowering(format, rounding), context)
         self.refresh()

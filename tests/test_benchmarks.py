@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.__main__ import Row
+from benchmarks.overhead import Row
 from benchmarks.race import Arm, Lap, race
 
 

@@ -155,7 +155,7 @@ class GradientPrediction(pl.Callback):
         log_values(pl_module, predicting_strategy(trainer, self).loss_values)
 
     def state_dict(self) -> dict[str, Any]:
-        """The private generator, the step count, where systematic draws stand, and stale weights if there are any."""
+        """The private generator, all counts, where systematic draws stand, and stale weights if there are any."""
         state = self.state
         return {
             "kind": self.KIND,
@@ -165,6 +165,7 @@ class GradientPrediction(pl.Callback):
             "checked": state.checked,
             "weights": None if state.weights is None else dict(state.weights),
             "phase": state.phase,
+            "uses": dict(state.uses),
             "mixed": None if state.mixed is None else state.mixed.state_dict(),
         }
 
@@ -177,4 +178,5 @@ class GradientPrediction(pl.Callback):
         self.state.weights = None if weights is None else {n: w.requires_grad_() for n, w in weights.items()}
         mixed = state.get("mixed")
         self.state.phase = state.get("phase")
+        self.state.uses = dict(state.get("uses", {}))
         self.state.mixed = None if mixed is None else Statistics.from_state_dict(mixed)

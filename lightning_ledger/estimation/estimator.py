@@ -306,7 +306,8 @@ class GradientEstimator:
             self._context,
             p.engine,
             on_counted=functools.partial(self._metering.look_at_prediction, unlowered=lowering.unlowered),
-            on_checked=lambda flops: self._metering.charge("setup/checks", flops.work()),
+            on_checked=self._metering.charge_check,
+            uses=self.state.uses,
         )
         self._metering.restart(predictor.work)
         self._fleet = InProcessFleet(predictor, self._layout)

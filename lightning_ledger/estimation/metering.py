@@ -80,6 +80,10 @@ class StepMetering:
         if self._ledger is not None and work:
             self._ledger.charge(account, work)
 
+    def charge_check(self, flops: StepFlops, restarted: bool) -> None:
+        """Charge a pass that served to capture or to compare a program; once more after a restart, it is waste."""
+        self.charge("waste/lost_steps" if restarted else "setup/checks", flops.work())
+
     def charge_exact(
         self, account: str, phase: Phase, part: MicroBatch, counter: FlopCounter | None, seconds: float
     ) -> None:

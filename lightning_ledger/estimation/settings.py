@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class PredictionState:
         steps: optimizer steps taken.
         checked: whether the loss was found separable; a resumed run need not pay for that again.
         weights: what predictions are made at, where that is refreshed less often than every step.
+        uses: how often each input shape was predicted by a program; decides when programs are compared.
         phase: where the count of systematic draws stands; None to draw it anew.
         mixed: how far uncorrected estimates drift from the exact gradients.
     """
@@ -50,5 +51,6 @@ class PredictionState:
     steps: int = 0
     checked: bool = False
     weights: dict[str, Tensor] | None = None
+    uses: dict[int, int] = field(default_factory=dict)
     phase: float | None = None
     mixed: Statistics | None = None

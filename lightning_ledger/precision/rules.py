@@ -175,7 +175,7 @@ def _attention(
     groups = q.shape[1] // k.shape[1]
     scores = _scores(run, q, _per_query(k, groups), causal, attn_mask, scale)
     sums = scores.logsumexp(-1)
-    y = run.product(scores.softmax(-1), _per_query(v, groups), ("activation", "activation"))
+    y = run.product(_probabilities(scores, attn_mask), _per_query(v, groups), ("activation", "activation"))
     return torch.empty_like(q).copy_(y), sums  # laid out as the kernel's: the user's code may take a view of it
 
 
@@ -203,7 +203,7 @@ def _attention_backward(
     groups = q.shape[1] // k.shape[1]
     keys, values = _per_query(k, groups), _per_query(v, groups)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    p = _scores(run, q, keys, causal, attn_mask, scale).softmax(-1)
+    p = _probabilities(_scores(run, q, keys, causal, attn_mask, scale), attn_mask)
     dv = run.product(p.mT, dy, ("activation", "gradient"))
     dp = run.product(dy, values.mT, ("gradient", "activation"))
     ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * factor
@@ -221,6 +221,12 @@ def _scores(run: Run, q: Tensor, keys: Tensor, causal: bool, attn_mask: Tensor |
     if attn_mask is not None:
         scores = scores + attn_mask
     return scores
+
+
+def _probabilities(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """Softmax; zeros where a mask hides a whole row, as in torch's kernels."""
+    p = scores.softmax(-1)
+    return p if attn_mask is None else p.masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
 
 
 def _per_query(x: Tensor, groups: int) -> Tensor:

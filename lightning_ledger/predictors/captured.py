@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_ledger.engines import require_onnx, run_in_onnxruntime
 from lightning_ledger.flops import FlopCounter, StepFlops
 from lightning_ledger.microbatches import shape_key, tensors_apart
-from lightning_ledger.precision import Lowering
+from lightning_ledger.precision import Lowering, derive_seed
 from lightning_ledger.predictors.base import GradientPredictor, Prediction
 from lightning_ledger.predictors.eager import EagerPredictor
 from lightning_ledger.program import Context, Deliver, GradientProgram, NotCapturable, capture
@@ -37,11 +37,19 @@ MAX_PROGRAMS = 32
 
 @dataclass
 class _Entry:
-    """What is known of one input shape."""
+    """What is known of one input shape.
 
+    Attributes:
+        name: of the shape, the same in every process.
+        program: once captured.
+        first_refresh: when it was first seen.
+        resumed: whether an earlier run, continued here, had captured it.
+    """
+
+    name: int
+    first_refresh: int
+    resumed: bool
     program: GradientProgram | None = None
-    uses: int = 0
-    first_refresh: int = 0
 
 
 class ProgramPredictor(GradientPredictor):
@@ -60,7 +68,9 @@ class ProgramPredictor(GradientPredictor):
             TorchInductor, within ``BOUNDS``; "onnxruntime": in ONNX Runtime, within ``BOUNDS``; "eager": no program at
             all.
         on_counted: called with the counter of the first prediction of each shape.
-        on_checked: called with the work of every pass that serves to capture or to compare.
+        on_checked: called with the work of every pass that serves to capture or to compare, and whether a restart made
+            it necessary.
+        uses: how often each shape was predicted, carried over restarts; shared and kept up to date.
 
     Attributes:
         captures: programs captured so far.
@@ -84,7 +94,8 @@ class ProgramPredictor(GradientPredictor):
         context: Context = contextlib.nullcontext,
         engine: Engine = "captured",
         on_counted: Callable[[FlopCounter], None] = lambda counter: None,
-        on_checked: Callable[[StepFlops], None] = lambda flops: None,
+        on_checked: Callable[[StepFlops, bool], None] = lambda flops, restarted: None,
+        uses: dict[int, int] | None = None,
     ) -> None:
         if engine == "onnxruntime":
             require_onnx()
@@ -95,6 +106,7 @@ class ProgramPredictor(GradientPredictor):
         self._context = context
         self._on_checked = on_checked
         self._eager = EagerPredictor(module, lowering, context, on_counted)
+        self._uses = {} if uses is None else uses
         self._entries: dict[Hashable, _Entry] = {}
         self._weights: Mapping[str, Tensor] = {}
         self._refreshes = 0
@@ -124,24 +136,25 @@ class ProgramPredictor(GradientPredictor):
         entry = self._entry(microbatch)
         if entry is None:
             return self._eager.predict(microbatch, seed, *arguments)
-        entry.uses += 1
-        if entry.program is not None and not _is_due(entry.uses):
+        use = self._count(entry)
+        if entry.program is not None and not _is_due(use):
             prediction = self._run(entry.program, microbatch, seed)
             return prediction or self._eager.predict(microbatch, seed, *arguments)
         eager = self._eager.predict(microbatch, seed, *arguments)
         if eager is None:
             return None  # whoever asked knows what else was skipped, and may ask again without programs
+        restarted = entry.program is None and entry.resumed
         if entry.program is None:
             self._capture(entry, microbatch, seed, arguments)
         if entry.program is not None:
-            self._compare(entry.program, eager, microbatch, seed)
+            self._compare(entry.program, eager, microbatch, seed, restarted and not _is_due(use))
         return eager
 
     def predict_into(self, deliver: Deliver, microbatch: Any, seed: int, *arguments: Any) -> Tensor | None:
         entry = self._entry(microbatch)
-        if entry is None or entry.program is None or _is_due(entry.uses + 1):
+        if entry is None or entry.program is None or _is_due(self._uses.get(entry.name, 0) + 1):
             return super().predict_into(deliver, microbatch, seed, *arguments)
-        entry.uses += 1
+        self._count(entry)
         delivered: set[str] = set()
 
         def passed_on(name: str, gradient: Tensor) -> None:
@@ -150,7 +163,7 @@ class ProgramPredictor(GradientPredictor):
 
         try:
             return entry.program.run(self._weights, self._others(), microbatch, seed, passed_on)
-        except RuntimeError as error:
+        except Exception as error:
             self._failed(error)
         # What the program has delivered cannot be taken back: the training step gives the rest.
         return super().predict_into(
@@ -171,14 +184,19 @@ class ProgramPredictor(GradientPredictor):
         key = (apart[2], tuple(layer.training for layer in self.module.modules()))
         entry = self._entries.get(key)
         if entry is None:
-            entry = _Entry(first_refresh=self._refreshes)
+            name = derive_seed(key, tuple(self._weights))
+            entry = _Entry(name, self._refreshes, resumed=name in self._uses)
             if len(self._entries) < 64 * MAX_PROGRAMS:
                 self._entries[key] = entry
         if entry.program is not None:
             return entry
         captured = sum(e.program is not None for e in self._entries.values())
-        is_worth_it = captured == 0 or entry.first_refresh < self._refreshes
+        is_worth_it = entry.resumed or not self._uses or entry.first_refresh < self._refreshes
         return entry if is_worth_it and captured < MAX_PROGRAMS else None
+
+    def _count(self, entry: _Entry) -> int:
+        use = self._uses[entry.name] = self._uses.get(entry.name, 0) + 1
+        return use
 
     def _others(self) -> list[Tensor]:
         frozen = [p for name, p in self.module.named_parameters() if name not in self._weights]
@@ -188,11 +206,11 @@ class ProgramPredictor(GradientPredictor):
         """The program's prediction; None where it fails, and then it has run for the last time."""
         try:
             return program(self._weights, self._others(), microbatch, seed)
-        except RuntimeError as error:
+        except Exception as error:
             self._failed(error)
             return None
 
-    def _failed(self, error: RuntimeError) -> None:
+    def _failed(self, error: Exception) -> None:
         """Give up programs after one failed, but not for lack of memory: the training step needs more."""
         if isinstance(error, torch.OutOfMemoryError):
             raise error
@@ -217,7 +235,7 @@ class ProgramPredictor(GradientPredictor):
         except NotCapturable as error:
             self.run_eagerly(f"the training step could not be captured as a program: {error}")
             return
-        self._charge(microbatch)
+        self._charge(microbatch, entry.resumed)
         self.captures += 1
         rank_zero_info(
             f"Captured the training step in {time.perf_counter() - start:.1f} s: "
@@ -240,24 +258,29 @@ class ProgramPredictor(GradientPredictor):
             return
         self.compilations += 1
 
-    def _compare(self, program: GradientProgram, eager: Prediction, microbatch: Any, seed: int) -> None:
+    def _compare(
+        self, program: GradientProgram, eager: Prediction, microbatch: Any, seed: int, restarted: bool
+    ) -> None:
         """Fall back to the eager predictor where the program's prediction is another."""
         bound = BOUNDS[self.engine]
-        prediction = self._run(program, microbatch, seed)
-        self._charge(microbatch)
-        if prediction is None:
+        found = Difference(eager)
+        try:
+            found.loss = program.run(self._weights, self._others(), microbatch, seed, found)
+        except Exception as error:
+            self._failed(error)
             return
-        found = difference(prediction, eager)
-        if not found <= bound:
+        finally:
+            self._charge(microbatch, restarted)
+        if not (apart := found.relative()) <= bound:
             self.run_eagerly(
-                f"the captured program's gradient differs from the training step's by {found:.2g} of its size, more "
+                f"the captured program's gradient differs from the training step's by {apart:.2g} of its size, more "
                 f"than {bound:g}. Python state that the step reads (batch_idx, global_step, an attribute, NumPy's "
                 "random numbers) is fixed at capture, and so are the random numbers of a checkpointed layer"
             )
 
-    def _charge(self, microbatch: Any) -> None:
+    def _charge(self, microbatch: Any, restarted: bool) -> None:
         if (flops := self.work(shape_key(microbatch))) is not None:
-            self._on_checked(flops)
+            self._on_checked(flops, restarted)
 
 
 def _is_due(use: int) -> bool:
@@ -269,27 +292,53 @@ def _is_due(use: int) -> bool:
     return use & (use - 1) == 0 if use < CHECK_EVERY else use % CHECK_EVERY == 0
 
 
-def difference(a: Prediction, b: Prediction) -> float:
-    """How far two predictions are apart: ``max(|a - b| / |b|)`` of the losses and of the whole gradients.
+class Difference:
+    """How far a prediction, delivered gradient by gradient, is from a reference.
 
     Args:
-        a: a prediction.
-        b: the reference.
+        reference: loss and gradients.
 
-    Returns:
-        The relative difference; infinite where one has a gradient that the other lacks; 0 where the reference is not
-        finite, since there is nothing to compare with.
+    Attributes:
+        loss: the prediction's.
     """
-    if any((a[1][name] is None) != (g is None) for name, g in b[1].items()):
-        return math.inf
-    apart = norm = 0.0
-    for name, g in b[1].items():
-        h = a[1][name]
-        if g is not None and h is not None:
-            apart += float((h.float() - g.float()).norm()) ** 2
-            norm += float(g.float().norm()) ** 2
-    loss, reference = float(a[0]), float(b[0])
-    if not (math.isfinite(norm) and math.isfinite(reference)):
-        return 0.0
-    tiny = 1e-30
-    return max(math.sqrt(apart / (norm + tiny)), abs(loss - reference) / (abs(reference) + tiny))
+
+    def __init__(self, reference: Prediction) -> None:
+        self._reference_loss, self._missing = reference[0], dict(reference[1])
+        self._apart = self._norm = 0.0
+        self._extra = False
+        self.loss: Tensor | None = None
+
+    def __call__(self, name: str, gradient: Tensor) -> None:
+        """Take a gradient."""
+        expected = self._missing.pop(name, None)
+        if expected is None:
+            self._extra = True
+            return
+        self._apart += float((gradient.float() - expected.float()).norm()) ** 2
+        self._norm += float(expected.float().norm()) ** 2
+
+    def relative(self) -> float:
+        """``max(|a - b| / |b|)`` of the losses and of the whole gradients.
+
+        Returns:
+            The relative difference; infinite where one has a gradient that the other lacks; 0 where the reference is
+            not finite, since there is nothing to compare with.
+        """
+        reference = float(self._reference_loss)
+        if not (math.isfinite(self._norm) and math.isfinite(reference)):
+            return 0.0
+        if self.loss is None or self._extra or any(g is not None for g in self._missing.values()):
+            return math.inf
+        tiny = 1e-30
+        gradients = math.sqrt(self._apart / (self._norm + tiny))
+        return max(gradients, abs(float(self.loss) - reference) / (abs(reference) + tiny))
+
+
+def difference(a: Prediction, b: Prediction) -> float:
+    """How far a prediction is from a reference; see :meth:`Difference.relative`."""
+    found = Difference(b)
+    found.loss = a[0]
+    for name, gradient in a[1].items():
+        if gradient is not None:
+            found(name, gradient)
+    return found.relative()

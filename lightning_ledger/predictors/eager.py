@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_ledger.flops import FlopCounter, StepFlops
@@ -61,6 +63,7 @@ class EagerPredictor(GradientPredictor):
     def predict(self, microbatch: Any, seed: int, *arguments: Any) -> Prediction | None:
         shape = shape_key(microbatch)
         counter = FlopCounter(self.lowering.formats_of) if (shape, False) not in self._work else None
+        before = _sums(self.module) if counter is not None else {}
         # The counter goes inside the lowering, to see each product before it is lowered.
         with self.lowering.mode(seed), counter or contextlib.nullcontext():
             result = training_step_gradients(
@@ -73,6 +76,7 @@ class EagerPredictor(GradientPredictor):
                 counter,
             )
         if counter is not None:
+            _refuse_written(self.module, before)
             self._work[shape, result is None] = counter.counts()
             self._on_counted(counter)
         return result
@@ -82,3 +86,24 @@ class EagerPredictor(GradientPredictor):
         if skipped and whole is not None:
             return StepFlops(whole.forward, {})
         return self._work.get((shape, skipped))
+
+
+def _sums(module: pl.LightningModule) -> dict[str, float]:
+    """A number for each parameter that a write to it would change."""
+    return {name: float(p.detach().double().sum()) for name, p in module.named_parameters()}
+
+
+def _refuse_written(module: pl.LightningModule, before: dict[str, float]) -> None:
+    """Refuse a training step that writes to parameters: each prediction would write again.
+
+    Raises:
+        MisconfigurationException: naming one.
+    """
+    after = _sums(module)
+    written = [name for name, total in before.items() if after[name] != total and not math.isnan(total)]
+    if written:
+        raise MisconfigurationException(
+            f"{type(module).__qualname__}.training_step writes to the parameter {written[0]!r}, as a moving average of "
+            "weights or an embedding with max_norm does. Every prediction would write to it once more. Move the update "
+            "to on_train_batch_end, or train without GradientPrediction."
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,9 +26,10 @@ from lightning_ledger.program.step import Context, differentiate
 Deliver = Callable[[str, Tensor], object]
 """Takes a gradient, by the name of its weight, as soon as it is known."""
 
-_OURS = [str(Path(m.__file__).parent) for m in (torch, lightning, torchmetrics) if m.__file__] + [
-    str(Path(__file__).parents[1])
-]
+_OURS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (*(Path(str(m.__file__)).parent for m in (torch, lightning, torchmetrics)), Path(__file__).parents[1])
+)
 
 
 class NotCapturable(Exception):
@@ -103,7 +105,7 @@ class GradientProgram:
                     return loss
                 loss, *gradients = self._compiled(*inputs, *map(self._stream.draw, self._noise))
         finally:
-            self._stream.__init__()  # type: ignore[misc]  # nothing of this run stays alive
+            self._stream.reset()
         for name, gradient in zip(self._used, gradients, strict=True):
             deliver(name, gradient)
         return loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -57,6 +58,10 @@ class Stream:
     draw: Callable[[Any], Any] = lambda shape: None
     deliver: Callable[[str, Tensor], object] = lambda name, gradient: None
 
+    def reset(self) -> None:
+        """Let go of what a run was given."""
+        self.draw, self.deliver = (lambda shape: None), (lambda name, gradient: None)
+
 
 def streamed(graph: fx.GraphModule, noises: int, names: Sequence[str], stream: Stream) -> fx.GraphModule:
     """A copy of a graph that draws noise where it is used and delivers gradients where they are made: least memory.
@@ -91,10 +96,41 @@ def streamed(graph: fx.GraphModule, noises: int, names: Sequence[str], stream: S
         placeholder.replace_all_uses_with(drawn)
         copy.erase_node(placeholder)
         at = drawn  # an unused draw comes before the next one
+    written = last_writes(copy)
     for name, gradient in zip(names, gradients, strict=True):
-        with copy.inserting_after(gradient if gradient.op != "placeholder" else placeholders[-1]):
+        done = written.get(storage_of(gradient), gradient)
+        with copy.inserting_after(done if done.op != "placeholder" else placeholders[-1]):
             copy.call_function(deliver, (name, gradient))
     return fx.GraphModule(graph, copy)
+
+
+def last_writes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The last node that touches each storage that is written to, by the node that made it.
+
+    A gradient can be filled in after it is named: through a view, or in place. The last node that uses it or a view of
+    it stands for its last write, which is never too early.
+    """
+    written: set[fx.Node] = set()
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        owners = {storage_of(argument) for argument in node.all_input_nodes}
+        last.update(dict.fromkeys(owners, node))
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            written |= owners
+    return {owner: node if node.op != "output" else node.prev for owner, node in last.items() if owner in written}
+
+
+def storage_of(node: fx.Node) -> fx.Node:
+    """The node that made the memory of this one: what it is a view of, or was written into."""
+    while node.all_input_nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            returns = node.target._schema.returns
+            if not returns or (returns[0].alias_info is None and "Tensor(" not in str(returns[0].type)):
+                break
+        elif node.target is not getitem:
+            break
+        node = node.all_input_nodes[0]
+    return node
 
 
 def duplicate(graph: fx.GraphModule) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -111,5 +147,8 @@ def outputs(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether a node draws random numbers; a fused attention without dropout only could."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    places = [place for place, a in enumerate(node.target._schema.arguments) if a.name == "dropout_p"]
+    return not places or "dropout_p" in node.kwargs or any(bool(p) for p in node.args[places[0] : places[0] + 1])

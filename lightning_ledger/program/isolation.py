@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
@@ -155,7 +156,8 @@ def without_side_effects(module: pl.LightningModule) -> Iterator[None]:
 class ShadowBuffers:
     """Copies of a module's buffers for predictions to write on, so that the module's own stay as they are.
 
-    A buffer is copied again only when its original or its copy was written to.
+    A buffer is copied again only when its original or its copy was written to; running statistics are always, since
+    normalisation kernels leave no record of their writes.
 
     Args:
         module: the module whose buffers are shadowed.
@@ -164,6 +166,12 @@ class ShadowBuffers:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._copies: dict[str, tuple[Tensor, int, Tensor, int]] = {}
+        self._unrecorded = {
+            f"{path}.{name}".lstrip(".")
+            for path, layer in module.named_modules()
+            if isinstance(layer, _NormBase)
+            for name, _ in layer.named_buffers(recurse=False)
+        }
 
     def fresh(self) -> dict[str, Tensor]:
         """Name to a copy that equals the buffer's present value."""
@@ -172,6 +180,7 @@ class ShadowBuffers:
             held = self._copies.get(name)
             if (
                 held is None
+                or name in self._unrecorded
                 or held[0] is not buffer
                 or held[1] != buffer._version
                 or held[2]._version != held[3]
