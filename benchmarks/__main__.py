@@ -1,195 +1,83 @@
-"""Measure the plug-in's own overhead, print it beside what was aimed at, and keep it as JSON.
-
-Rows, each a share of time, step by step:
-
-- ledger alone: a stock Trainer with ComputeLedger over one without; and, far less noisy, the time in its hooks.
-- all exact: the strategy with every micro-batch exact, over the same micro-batches accumulated in a plain loop
-  without Lightning, and over a stock Trainer on whole batches.
-- outside passes: what a step under the whole method spends neither in predictions nor in exact forward and backward
-  passes: sums, statistics, logging, the optimizer. It grows with parameters, passes with samples, hence the last row.
-"""
+"""Measure, print and keep as JSON: the plug-in's own overhead, and training steps as programs in each number format."""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
-import operator
 import os
-import platform
-import statistics
-import tempfile
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jsonargparse import ArgumentParser
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.arms import HOOKS, MICROBATCHES, SAMPLES, Bench, watched
-from benchmarks.race import Seconds, race
-from lightning_ledger.callbacks import ComputeLedger
-from lightning_ledger.predictors import EagerPredictor
+from benchmarks import overhead, programs
+from benchmarks.machine import machine, physical_cores
+from benchmarks.steps import MODELS, ROWS
 
-PREDICTED = {  # name -> format, micro-batches that the batch is cut into
-    "fp32": ("fp32", MICROBATCHES),
-    "int8": ("int8", MICROBATCHES),
-    "int4": ("int4", MICROBATCHES),
-    "int8, 4 x 8": ("int8", MICROBATCHES // 4),
-}
-WARMUP = 2  # an arm's first laps hold its set-up, its checks and its counting
+# A second thread waits, in each of an overhead step's many small operations, for whatever else the machine does.
+OVERHEAD_THREADS = 1
+SMALLEST = "gpt 10M"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measured share, of each round; medians and quartiles are over rounds.
-
-    Attributes:
-        what: was measured.
-        aim: the share should stay below it; None where it is for information.
-        shares: one per round.
-        milliseconds: median of a step.
-    """
-
-    what: str
-    aim: float | None
-    shares: Sequence[float]
-    milliseconds: float
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.shares)
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        low, _, high = statistics.quantiles(self.shares, n=4)
-        return low, high
-
-    @property
-    def error(self) -> float:
-        """Standard error of the median, from the quartiles: 1.25 sigma / sqrt(rounds), sigma = IQR / 1.35."""
-        low, high = self.quartiles
-        return 1.25 * (high - low) / 1.35 / math.sqrt(len(self.shares))
-
-    @property
-    def met(self) -> str:
-        """Whether the aim was met, as far as the noise lets one tell."""
-        if self.aim is None:
-            return ""
-        if abs(self.median - self.aim) < 2 * self.error:
-            return "unclear"
-        return "yes" if self.median < self.aim else "no"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "median": self.median, "quartiles": self.quartiles, "met": self.met}
-
-
-def measure(rounds: int, seconds: float) -> list[Row]:
-    """Race the arms.
-
-    Args:
-        rounds: at most, of each race.
-        seconds: at most, of each race, about.
-    """
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        watched(EagerPredictor, "predict"),
-        watched(ComputeLedger, *HOOKS),
-    ):
-        bench = Bench(Path(folder))
-        arms = {"stock": bench.stock(), "ledger": bench.ledger(), "by hand": bench.by_hand, "exact": bench.exact()}
-        whole = race(arms, rounds, WARMUP, seconds)
-        predicted = race({n: bench.predicted(n, *how) for n, how in PREDICTED.items()}, rounds, WARMUP, seconds)
-
-    def inside(name: str, laps: Sequence[Seconds]) -> list[float]:
-        return [spent / lap.wall for spent, lap in zip(bench.inside[name][WARMUP:], laps, strict=False)]
-
-    rows = [
-        _overhead("ledger alone, over stock", 0.01, whole["ledger"], whole["stock"]),
-        Row("ledger alone, its hooks", 0.01, inside("ledger", whole["ledger"]), _median_ms(whole["ledger"])),
-        _overhead("all exact, over a plain loop", 0.03, whole["exact"], whole["by hand"]),
-        _overhead("all exact, over stock", None, whole["exact"], whole["stock"]),
-    ]
-    for name, laps in predicted.items():
-        outside = [1 - share for share in inside(name, laps)]
-        rows.append(Row(f"outside passes, {name}", 0.05, outside, _median_ms(laps)))
-    return rows
-
-
-def _overhead(what: str, aim: float | None, laps: Sequence[Seconds], reference: Sequence[Seconds]) -> Row:
-    # With one thread its CPU time is all there is to measure, and other programs do not disturb it.
-    clock = operator.attrgetter("cpu" if torch.get_num_threads() == 1 else "wall")
-    shares = [clock(a) / clock(b) - 1 for a, b in zip(laps, reference, strict=True)]
-    return Row(what, aim, shares, _median_ms(laps))
-
-
-def _median_ms(laps: Sequence[Seconds]) -> float:
-    return 1000 * statistics.median(lap.wall for lap in laps)
-
-
-def machine() -> dict[str, Any]:
-    """Where this was measured."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(": ", 1)[1] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        cpu = platform.processor() or platform.machine()
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
-    }
-
-
-def table(rows: Sequence[Row], facts: dict[str, Any]) -> Table:
-    """The rows as a table; all but the time of a step are shares."""
-    rounds = ", ".join(str(n) for n in sorted({len(row.shares) for row in rows}))
-    shown = Table(
-        title=f"A step of the demo's GPT, {MICROBATCHES} micro-batches of {SAMPLES} x 128 bytes",
-        caption="{cpu}, {cores} cores, torch {torch} on {threads} thread(s), load {load}\n".format(**facts)
-        + f"medians and quartiles of {rounds} rounds",
-        box=SIMPLE_HEAD,
+def parse(arguments: list[str] | None = None) -> Any:
+    """The command line."""
+    parser = ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("what", nargs="?", type=Literal["all", "overhead", "programs"], default="all")
+    parser.add_argument("--quick", action="store_true", help="of the programs, the smallest model only")
+    parser.add_argument("--models", type=list[str], default=list(MODELS), help="of the programs")
+    parser.add_argument(
+        "--rows",
+        type=list[str],
+        default=list(ROWS),
+        help="of the programs: further ones are 'captured FORMAT' and 'compiled FORMAT'",
     )
-    shown.add_column("share of time", no_wrap=True)
-    for heading in ("aim", "median", "quartiles", "met", "ms"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        aim = "" if row.aim is None else f"< {row.aim:.0%}"
-        low, high = row.quartiles
-        cells = (aim, f"{row.median:.2%}", f"{low:.1%} {high:.1%}", row.met, f"{row.milliseconds:.0f}")
-        shown.add_row(row.what, *cells)
-    return shown
-
-
-def main() -> None:
-    """Measure, print, write."""
-    parser = ArgumentParser(prog="python -m benchmarks", description="Measure the plug-in's own overhead.")
-    parser.add_argument("--rounds", type=int, default=30, help="of each race, at most")
-    parser.add_argument("--seconds", type=float, default=35.0, help="for each of the two races, about")
-    # A second thread waits, in each of a step's many small operations, for whatever else the machine does.
-    parser.add_argument("--threads", type=int, default=1, help="that torch computes with")
+    parser.add_argument("--rounds", type=int | None, help="at most; 30 of each race, 7 of each model's programs")
+    parser.add_argument("--seconds", type=float | None, help="about; 35 for each race, 240 for each model's programs")
+    parser.add_argument("--threads", type=int | None, help="1 for the overhead, all physical cores for programs")
     parser.add_argument("--json", type=str, default="runs/bench.json", help="where the numbers go")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
+    if chosen.quick:
+        chosen.models = [SMALLEST]
+    if unknown := sorted(set(chosen.models) - set(MODELS)):
+        parser.error(f"--models: {', '.join(unknown)} is not one of {', '.join(MODELS)}")
+    return chosen
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print, write."""
+    chosen = parse(arguments)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would tell of its start and stop
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for advice in ("does not have many workers", "no `val_dataloader`", "treespec"):
         warnings.filterwarnings("ignore", f".*{advice}")
-    torch.set_num_threads(chosen.threads)
-    facts = machine()
-    rows = measure(chosen.rounds, chosen.seconds)
-    Console().print(table(rows, facts))
-    path = Path(chosen.json)
+    console, report = Console(), dict[str, Any]()
+    if chosen.what != "programs":
+        torch.set_num_threads(chosen.threads or OVERHEAD_THREADS)
+        facts = machine()
+        rows = overhead.measure(chosen.rounds or 30, chosen.seconds or 35.0)
+        console.print(overhead.table(rows, facts))
+        report |= {"machine": facts, "rows": [row.to_dict() for row in rows]}
+        write(chosen.json, report)
+    if chosen.what != "overhead":
+        torch.set_num_threads(chosen.threads or physical_cores())
+        models = {name: MODELS[name] for name in chosen.models}
+        with programs.progress_bar() as progress:
+            for found in programs.measure(models, chosen.rows, chosen.rounds or 7, chosen.seconds or 240.0, progress):
+                progress.console.print(programs.table(found["models"][-1]))
+                report["programs"] = found
+                write(chosen.json, report)
+    print(f"wrote {chosen.json}")
+
+
+def write(file: str, report: dict[str, Any]) -> None:
+    """Keep what is known so far."""
+    path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": facts, "rows": [row.to_dict() for row in rows]}, indent=2) + "\n")
-    print(f"wrote {path}")
+    path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ class _Laps(pl.Callback):
 
 def _inside(ledger: ComputeLedger | None, predicting: bool) -> float:
     """Seconds up to now, in this thread, in what is watched."""
-    watched = ("predict",) if predicting else HOOKS
+    watched = ("predict_into",) if predicting else HOOKS
     seconds = sum(_seconds[threading.get_ident(), name] for name in watched)
     if predicting and ledger is not None:
         totals = ledger.ledger.totals()

@@ -42,6 +42,7 @@ def run(folder: Path, steps: int, *callbacks: pl.Callback, **options: Any) -> pl
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_forecast_agrees_with_the_next_50_steps(tmp_path, capsys):
     pl.seed_everything(0)
     size = {"layers": 2, "width": 128, "context": 64, "warmup_steps": 10, "learning_rate": 2e-3}

@@ -40,7 +40,7 @@ class GradientPrediction(pl.Callback):
         keep: globs of layers that stay in high precision, such as ``["head", "blocks.0"]``.
         engine: ``"captured"``: predictions run a graph of the training step, captured once per input shape;
             ``"compiled"``: that graph compiled by TorchInductor, which takes minutes once and pays on long runs;
-            ``"eager"``: the training step itself.
+            ``"onnxruntime"``: that graph in ONNX Runtime; ``"eager"``: the training step itself.
         microbatches: n, micro-batches a batch is cut into (fewer where a batch has fewer samples).
         exact: k, how many of them get an exact gradient; 0 trains on predictions only, ``microbatches`` as stock
             Lightning does. Exact passes alone log, update metrics and return extras: with 0 there are none of these,
