@@ -56,7 +56,7 @@ def test_a_gradient_that_is_filled_in_later_is_delivered_full() -> None:
         expected = eager.predict(batch, use, 0)
         assert expected is not None
         assert copies.keys() == expected[1].keys()
-        assert all(torch.equal(copies[name], gradient) for name, gradient in expected[1].items() if gradient is not None)
+        assert all(g is not None and torch.equal(copies[name], g) for name, g in expected[1].items())
     assert program.engine == "captured"
 
 
@@ -77,7 +77,7 @@ def test_a_training_step_that_writes_to_parameters_is_refused(make: type[Program
     model = MovingAverage()
     predictor = make(model, Lowering("fp32"))
     predictor.refresh({"weight": model.weight})
-    with pytest.raises(MisconfigurationException, match="writes to the parameter 'average'.*on_train_batch_end"):
+    with pytest.raises(MisconfigurationException, match=r"writes to the parameter 'average'.*on_train_batch_end"):
         predictor.predict(torch.randn(5, 4), 0, 0)
 
 

@@ -27,8 +27,8 @@ Engine = Literal["eager", "captured", "compiled", "onnxruntime"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 # How far a program's loss and gradient may be from the eager predictor's, relative to their size. A captured program
-# runs the same kernels on the same numbers. Other engines add in another order, and a number near the middle
-# between two of a coarse format then rounds to the other neighbour: .02 to .03 in a compiled int8 GPT of 33M parameters.
+# runs the same kernels on the same numbers. Other engines add in another order, and a number near the middle between
+# two of a coarse format then rounds to the other neighbour: .02 to .03 in a compiled int8 GPT of 33M parameters.
 BOUNDS: dict[Engine, float] = {"captured": 1e-5, "compiled": 0.1, "onnxruntime": 0.1}
 UNROUNDED_BOUND = 1e-3
 # A program is compared at its uses number 1, 2, 4, 8, ... and, from this one on, at each multiple of it.
