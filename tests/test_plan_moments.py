@@ -167,12 +167,12 @@ class Linear(pl.LightningModule):
 
 def test_linear_gaussian_module_has_the_noise_scale_of_its_data():
     generator = torch.Generator().manual_seed(0)
-    batches = [(0.25 + torch.randn(64, 32, generator=generator), (0,)) for _ in range(16)]
+    batches = [(0.25 + torch.randn(64, 32, generator=generator), (0,)) for _ in range(6)]
     settings = PredictionSettings(engine="eager", microbatches=16)
-    forecast = DryRun(Linear(32), settings, PlanSettings("fp32,int8", batches=16)).run(batches)
+    forecast = DryRun(Linear(32), settings, PlanSettings("fp32,int8", "nearest", batches=6)).run(batches)
     # A sample's gradient has variance 32 and a mean of square 32/16: B = 16 samples, 4 micro-batches of 4.
     assert forecast.samples == 4
-    assert forecast.noise_scale_samples == pytest.approx(16, rel=0.15)
+    assert forecast.noise_scale_samples == pytest.approx(16, rel=0.3)
     full, *_ = forecast.formats
     assert (full.prediction.rounding, full.delta.value, full.delta_at_one, full.bias) == ("nearest", 0.0, 0.0, 0.0)
     assert full.rho2 == 1

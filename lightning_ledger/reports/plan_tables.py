@@ -123,7 +123,7 @@ def _per_format(forecast: Forecast) -> list[str]:
     """What is told once for each format, however it rounds."""
     said: dict[str, None] = {}
     for kind in forecast.formats:
-        said.setdefault(f"{kind.prediction.format}: {kind.prediction.kind}.")
+        said.setdefault(f"{kind.prediction.kind}.")
         if kind.prediction.why_eager:
             said.setdefault(f"{kind.prediction.format} ran eagerly: {kind.prediction.why_eager}.")
         if refused := _refused(kind):
