@@ -84,7 +84,7 @@ def test_the_ledger_equals_hand_arithmetic_under_either_strategy(
 
 def test_predictions_are_fleet_work_in_their_format(tmp_path: Path) -> None:
     ledger = ComputeLedger()
-    stack = [ledger, GradientPrediction(format="int4", microbatches=4, exact=1), ControlVariate()]
+    stack = [ledger, GradientPrediction(format="int4", engine="eager", microbatches=4, exact=1), ControlVariate()]
     fit(Perceptron(), tmp_path, stack, [8, 8, 8], predicted=True)
     totals = ledger.ledger.totals()
     # Three steps, four micro-batches of two samples; one exact, all four predicted, one of these on the exact one.

@@ -339,6 +339,7 @@ class Skipping(Model):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.filterwarnings("ignore:Predictions run eagerly from now on. the training step returned None")
 @pytest.mark.parametrize("exact", [0, 1, N])
 def test_pl5243_training_step_none_injects_nothing(tmp_path, exact):
     data = batches(5)
@@ -353,6 +354,7 @@ def test_pl5243_training_step_none_injects_nothing(tmp_path, exact):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.filterwarnings("ignore:Predictions run eagerly from now on. the training step returned None")
 def test_pl5243_training_step_none_keeps_what_was_accumulated(tmp_path):
     # Windows of two: a batch and a skipped one.
     data = batches(4)

@@ -164,7 +164,8 @@ def test_gc_dpr12_masks_are_shared_under_the_trainer(tmp_path):
     for layer in module.modules():
         if isinstance(layer, nn.Dropout):
             layer.register_forward_hook(keep)
-    callbacks = [GradientPrediction(format="fp32", microbatches=4, exact=2, check_separable=False), ControlVariate()]
+    prediction = GradientPrediction(format="fp32", engine="eager", microbatches=4, exact=2, check_separable=False)
+    callbacks = [prediction, ControlVariate()]
     fit(tmp_path, module, [text(8)], *callbacks, strategy="predicted_gradients")
     # Four predictions, then the exact passes on two of the same micro-batches. Embeddings, attention output and MLP
     # output are dropout modules; the attention weights' own masks are covered bit for bit by the test above.

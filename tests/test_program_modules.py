@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_ledger.program import trainable
 from tests.lightning_runs import Regression, TokenModel, token_batch
@@ -331,3 +333,32 @@ def test_gradients_are_the_callers_own() -> None:
         gradient.add_(1.0)
         assert torch.equal(gradient, expected[1][name] + 1.0), name
     assert pair.agree(batch(1), 8)
+
+
+class Scored(Regression):
+    """Metrics that look at values, each in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(3)  # checks that labels are in range
+        self.mean = MeanMetric()  # removes NaN
+        self.scores = MetricCollection({"a": MulticlassAccuracy(3), "b": MulticlassF1Score(3)})  # compares states
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        labels = batch[1].argmax(1)
+        self.accuracy(self.layers(batch[0]), labels)
+        self.scores.update(self.layers(batch[0]), labels)
+        self.mean.update(loss)
+        return loss
+
+
+def test_pl4921_metrics_stay_out_of_capture() -> None:
+    pair = Pair(Scored(), "int8")
+    pair.warm_up(batch(0))
+    assert agrees_throughout(pair, [batch(1), batch(2)])
+    assert pair.ran == USES_3_TO_10
+    assert pair.program.engine == "captured"
+    metrics = (pair.module.accuracy, pair.module.mean, *pair.module.scores.values())
+    assert all(metric.update_count == 0 for metric in metrics)
+    assert "forward" not in pair.module.accuracy.__dict__

@@ -83,7 +83,7 @@ def says(message: str, *parts: str) -> None:
 
 
 def stack(**arguments: Any) -> list[L.Callback]:
-    return [GradientPrediction(**{"microbatches": 4, "exact": 1, **arguments}), ControlVariate()]
+    return [GradientPrediction(**{"engine": "eager", "microbatches": 4, "exact": 1, **arguments}), ControlVariate()]
 
 
 def test_the_model_of_these_tests_trains_where_no_rule_is_broken(tmp_path: Path) -> None:
@@ -280,7 +280,9 @@ def test_pl5243_a_batch_skipped_in_part_is_refused(tmp_path: Path) -> None:
     model = Partial()
     model.marked = model.train_dataloader().dataset.tensors[0][BATCH - 1]  # in the last micro-batch of the first batch
     for exact in (0, 1, 4):
-        message = refused(tmp_path, model, GradientPrediction(microbatches=4, exact=exact, check_separable=False))
+        message = refused(
+            tmp_path, model, GradientPrediction(engine="eager", microbatches=4, exact=exact, check_separable=False)
+        )
         says(message, "Partial.training_step returned None for micro-batches [3]", "0 * loss")
 
 

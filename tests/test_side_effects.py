@@ -130,7 +130,9 @@ def trainer(
 
 def predict(exact: int, **arguments: Any) -> list[L.Callback]:
     """The whole stack where correction is possible, and predictions alone where it is not."""
-    callbacks: list[L.Callback] = [GradientPrediction(microbatches=N, exact=exact, **arguments)]
+    # The training step itself: a captured program runs none of the Python whose effects are looked for here.
+    settings = {"engine": "eager", "microbatches": N, "exact": exact, **arguments}
+    callbacks: list[L.Callback] = [GradientPrediction(**settings)]
     return callbacks + ([ControlVariate()] if exact else [])
 
 

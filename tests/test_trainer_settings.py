@@ -481,7 +481,7 @@ def test_two_fits_in_a_row_with_one_trainer(arm: str, tmp_path: Path) -> None:
 
 
 def test_the_same_callbacks_in_a_new_trainer_go_on_counting(tmp_path: Path) -> None:
-    callbacks, model = stack(), fresh(Model)
+    callbacks, model = stack(engine="eager"), fresh(Model)
     trainer(tmp_path, *callbacks).fit(model)
     first = ledger_of(callbacks).totals()
     trainer(tmp_path, *callbacks).fit(model)

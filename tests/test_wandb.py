@@ -49,6 +49,7 @@ GPCV_KEYS = {
     "gpcv/optimal_share",
     "gpcv/break_even_low",
     "gpcv/break_even_high",
+    "gpcv/noise_scale_samples",
 }
 PRICES = PriceBook(fleet_forward=0.03, fleet_formats={"int4": 0.01})
 # 7 batches an epoch in windows of 2: 4 optimizer steps, the last on a single batch.

@@ -110,6 +110,7 @@ class ProgramPredictor(GradientPredictor):
         self._on_checked = on_checked
         self._eager = EagerPredictor(module, lowering, context, on_counted)
         self._uses = {} if uses is None else uses
+        self._continues = bool(self._uses)  # an earlier run, in which the first shape was captured
         self._entries: dict[Hashable, _Entry] = {}
         self._weights: Mapping[str, Tensor] = {}
         self._refreshes = 0
@@ -194,7 +195,8 @@ class ProgramPredictor(GradientPredictor):
         if entry.program is not None:
             return entry
         captured = sum(e.program is not None for e in self._entries.values())
-        is_worth_it = entry.resumed or not self._uses or entry.first_refresh < self._refreshes
+        is_first = captured == 0 and not self._continues
+        is_worth_it = is_first or entry.resumed or entry.first_refresh < self._refreshes
         return entry if is_worth_it and captured < MAX_PROGRAMS else None
 
     def _count(self, entry: _Entry) -> int:

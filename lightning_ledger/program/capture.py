@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_ledger.microbatches import tensors_apart
 from lightning_ledger.precision import Lowering, Tape
 from lightning_ledger.program.graphs import Stream, is_random, lift, streamed
-from lightning_ledger.program.isolation import ShadowBuffers, seeded
+from lightning_ledger.program.isolation import ShadowBuffers, seeded, without_metrics
 from lightning_ledger.program.step import Context, differentiate
 
 Deliver = Callable[[str, Tensor], object]
@@ -198,7 +198,8 @@ def capture(
         torch.ones((), device=next(iter(weights.values())).device),
     ]
     try:
-        graph = make_fx(traced)(*flat)
+        with without_metrics(module):
+            graph = make_fx(traced)(*flat)
     except NotCapturable:
         raise
     except Exception as error:

@@ -153,6 +153,31 @@ def without_side_effects(module: pl.LightningModule) -> Iterator[None]:
             restore()
 
 
+@contextlib.contextmanager
+def without_metrics(module: nn.Module) -> Iterator[None]:
+    """Let torchmetrics take no update and return zero, for a trace: their checks look at values, which no trace can.
+
+    What is predicted does not depend on them; where it does, the comparison with the training step tells.
+
+    Args:
+        module: whose metrics.
+    """
+    metrics = [layer for layer in module.modules() if isinstance(layer, Metric)]
+    updates = [metric.__dict__["update"] for metric in metrics]
+    try:
+        for metric in metrics:
+            metric.__dict__.update(update=_nothing, forward=_zero)
+        yield
+    finally:
+        for metric, update in zip(metrics, updates, strict=True):
+            metric.__dict__["update"] = update
+            del metric.__dict__["forward"]
+
+
+def _zero(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.zeros(())
+
+
 class ShadowBuffers:
     """Copies of a module's buffers for predictions to write on, so that the module's own stay as they are.
 
