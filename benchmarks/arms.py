@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,11 @@ class Bench:
         callbacks = [GradientPrediction(microbatches=MICROBATCHES, exact=MICROBATCHES)]
         return functools.partial(self._fit, "exact", PredictedGradientStrategy(), callbacks)
 
-    def predicted(self, name: str, format: str, microbatches: int = MICROBATCHES) -> Arm:
-        """The whole method with one exact micro-batch, on the same batches."""
+    def predicted(self, name: str, format: str, microbatches: int = MICROBATCHES, **size: int) -> Arm:
+        """The whole method with one exact micro-batch, on the same batches; `size`: of another GPT."""
         prediction = GradientPrediction(format=format, microbatches=microbatches, exact=1)
-        return functools.partial(
-            self._fit, name, PredictedGradientStrategy(), [ComputeLedger(), prediction, ControlVariate()]
-        )
+        callbacks = [ComputeLedger(), prediction, ControlVariate()]
+        return functools.partial(self._fit, name, PredictedGradientStrategy(), callbacks, size=size)
 
     def by_hand(self, lap: Lap) -> None:
         """Micro-batches accumulated in a plain loop, no Lightning."""
@@ -83,7 +82,14 @@ class Bench:
             if not lap():
                 return
 
-    def _fit(self, name: str, strategy: Any, callbacks: Sequence[pl.Callback], lap: Lap) -> None:
+    def _fit(
+        self,
+        name: str,
+        strategy: Any,
+        callbacks: Sequence[pl.Callback],
+        lap: Lap,
+        size: Mapping[str, int] | None = None,
+    ) -> None:
         ledger = next((c for c in callbacks if isinstance(c, ComputeLedger)), None)
         inside = functools.partial(_inside, ledger, predicting=strategy != "auto")
         trainer = pl.Trainer(
@@ -97,7 +103,7 @@ class Bench:
             enable_model_summary=False,
             default_root_dir=self.folder / name,
         )
-        trainer.fit(_model(), self.loader())
+        trainer.fit(_model(**(size or {})), self.loader())
 
 
 class _Laps(pl.Callback):
@@ -156,6 +162,6 @@ def watched(owner: type, *names: str) -> Iterator[None]:
             setattr(owner, name, method)
 
 
-def _model() -> GPT:
+def _model(**size: int) -> GPT:
     torch.manual_seed(0)
-    return GPT()
+    return GPT(**size)  # type: ignore[arg-type]

@@ -30,11 +30,13 @@ from benchmarks.race import Seconds, race
 from lightning_ledger.callbacks import ComputeLedger
 from lightning_ledger.predictors import ProgramPredictor
 
-PREDICTED = {  # name -> format, micro-batches that the batch is cut into
-    "fp32": ("fp32", MICROBATCHES),
-    "int8": ("int8", MICROBATCHES),
-    "int4": ("int4", MICROBATCHES),
-    "int8, 4 x 8": ("int8", MICROBATCHES // 4),
+GPT_10M = {"layers": 6, "heads": 6, "width": 384}
+PREDICTED: dict[str, dict[str, Any]] = {
+    "fp32": {"format": "fp32"},
+    "int8": {"format": "int8"},
+    "int4": {"format": "int4"},
+    "int8, 4 x 8": {"format": "int8", "microbatches": MICROBATCHES // 4},
+    "int8, 4 x 8, 10M": {"format": "int8", "microbatches": MICROBATCHES // 4, **GPT_10M},
 }
 WARMUP = 2  # an arm's first laps hold its set-up, its checks and its counting
 
@@ -98,7 +100,7 @@ def measure(rounds: int, seconds: float) -> list[Row]:
         bench = Bench(Path(folder))
         arms = {"stock": bench.stock(), "ledger": bench.ledger(), "by hand": bench.by_hand, "exact": bench.exact()}
         whole = race(arms, rounds, WARMUP, seconds)
-        predicted = race({n: bench.predicted(n, *how) for n, how in PREDICTED.items()}, rounds, WARMUP, seconds)
+        predicted = race({n: bench.predicted(n, **how) for n, how in PREDICTED.items()}, rounds, WARMUP, seconds)
 
     def inside(name: str, laps: Sequence[Seconds]) -> list[float]:
         return [spent / lap.wall for spent, lap in zip(bench.inside[name][WARMUP:], laps, strict=False)]
