@@ -20,7 +20,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_ledger.engines import arithmetic, movement  # noqa: F401  they fill the table
-from lightning_ledger.engines.decompositions import FUSED_ATTENTION, attention, decompositions
+from lightning_ledger.engines.decompositions import decompositions
 from lightning_ledger.engines.operators import (
     BITCAST_OPSET,
     MOVES,
@@ -33,7 +33,7 @@ from lightning_ledger.engines.operators import (
 )
 from lightning_ledger.program import GradientProgram
 from lightning_ledger.program.compilation import NotCompilable, lift_random
-from lightning_ledger.program.graphs import duplicate, outputs
+from lightning_ledger.program.graphs import outputs
 
 aten = torch.ops.aten
 
@@ -219,16 +219,6 @@ def _numbered(program: GradientProgram) -> Iterator[tuple[int, bool]]:
         if use not in uses:
             uses.append(use)
         yield uses.index(use), scaled
-
-
-def _without_false_chance(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy in which fused attention, which torch holds for random even without dropout, is a plain function."""
-    copy, nodes = duplicate(graph)
-    copy.output([nodes[node] for node in outputs(graph)])
-    for node in copy.nodes:
-        if node.target is FUSED_ATTENTION and not (len(node.args) > 3 and node.args[3]):
-            node.target = attention
-    return fx.GraphModule(graph, copy)
 
 
 def _forget_writes(graph: fx.GraphModule) -> None:

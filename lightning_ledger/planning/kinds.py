@@ -24,16 +24,6 @@ from lightning_ledger.program import Context, ShadowBuffers, trainable, training
 from lightning_ledger.work import Work
 
 
-class _Predictor(ProgramPredictor):
-    """Remembers why it gave up its program."""
-
-    why_eager = ""
-
-    def run_eagerly(self, reason: str) -> bool:
-        self.why_eager = self.why_eager or reason
-        return super().run_eagerly(reason)
-
-
 class Kind:
     """A kind of prediction, its predictor, and what that has taken so far.
 
@@ -58,7 +48,7 @@ class Kind:
         self._lowering = Lowering(format, rounding, settings.rotation, settings.keep, module)
         self.checks = 0
         self.uncounted: set[str] = set()
-        self._predictor = _Predictor(
+        self._predictor = ProgramPredictor(
             module, self._lowering, context, settings.engine, self._look_at, on_checked=self._charge_check
         )
         self._seconds: list[float] = []

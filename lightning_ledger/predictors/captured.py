@@ -78,6 +78,7 @@ class ProgramPredictor(GradientPredictor):
     Attributes:
         captures: programs captured so far.
         compilations: programs compiled, or exported to another engine, so far.
+        why_eager: why programs were given up; empty while they were not.
 
     Example:
         >>> import torch
@@ -106,6 +107,7 @@ class ProgramPredictor(GradientPredictor):
         self.lowering = lowering
         self.engine: Engine = engine
         self.captures = self.compilations = 0
+        self.why_eager = ""
         self._context = context
         self._on_checked = on_checked
         self._eager = EagerPredictor(module, lowering, context, on_counted)
@@ -128,7 +130,7 @@ class ProgramPredictor(GradientPredictor):
     def run_eagerly(self, reason: str) -> bool:
         if self.engine == "eager":
             return False
-        self.engine = "eager"
+        self.engine, self.why_eager = "eager", reason
         self._entries.clear()
         rank_zero_warn(
             f"Predictions run eagerly from now on: {reason}. They are right, but slower than a captured program. "

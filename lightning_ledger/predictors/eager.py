@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -90,7 +91,7 @@ class EagerPredictor(GradientPredictor):
 
 def _sums(module: pl.LightningModule) -> dict[str, float]:
     """A number for each parameter that a write to it would change."""
-    return {name: float(p.detach().double().sum()) for name, p in module.named_parameters()}
+    return {name: float(p.detach().sum(dtype=torch.float64)) for name, p in module.named_parameters()}
 
 
 def _refuse_written(module: pl.LightningModule, before: dict[str, float]) -> None:

@@ -14,8 +14,6 @@ from torch import Tensor, fx
 from lightning_ledger.program.capture import GradientProgram
 from lightning_ledger.program.graphs import duplicate, is_random, outputs
 
-aten = torch.ops.aten
-
 # Random operations whose result depends on the shapes of their arguments alone.
 _LIFTABLE = {
     "bernoulli_",
