@@ -21,6 +21,7 @@ from lightning_ledger.callbacks import ComputeLedger, ControlVariate, GradientPr
 from lightning_ledger.planning.settings import PlanSettings
 from lightning_ledger.planning.trainer import planning_trainer
 from lightning_ledger.prices import PriceBook
+from lightning_ledger.reports.plan_tables import render_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = {"layers": 1, "heads": 2, "width": 32, "context": 16, "warmup_steps": 0}
@@ -102,9 +103,27 @@ def test_callbacks_say_what_to_measure(tmp_path):
     forecast = trainer.plan(Regression(), datamodule=Data())
     assert [kind.prediction.format for kind in forecast.formats] == ["mxfp8", "bf16", "int8", "int4"]
     assert (forecast.microbatches, forecast.step_microbatches, forecast.fleet_price) == (8, 16, 0.3)
-    # One batch gives no interval, and products of 8 numbers are too short for blocks of 32.
-    assert forecast.formats[0].delta.low is None
+    # Products of 8 numbers are too short for blocks of 32.
     assert any("not a multiple" in why for why in forecast.formats[0].prediction.unlowered.values())
+
+
+def test_little_time_is_spent_on_few_micro_batches_and_told(tmp_path, capsys):
+    run = {**QUIET, "default_root_dir": tmp_path, "callbacks": [GradientPrediction("int8", microbatches=8)]}
+    hurried = planning_trainer(PlanSettings("int8,int4", minutes=1e-6), **run).plan(Regression(), datamodule=Data())
+    assert (hurried.batches, hurried.looked_at, hurried.microbatches) == (1, 3, 8)
+    for kind in hurried.formats:
+        assert kind.delta.low is not None
+        assert kind.delta.low <= kind.delta.value == kind.delta_at_one <= kind.delta.high
+    render_plan(hurried)
+    assert "3 of 8 micro-batches, for lack of time" in " ".join(capsys.readouterr().out.split())
+    assert {kind.prediction.engine for kind in hurried.formats} == {"eager"}
+    assert "no time to capture a program" in hurried.formats[0].prediction.why_eager
+
+    whole = planning_trainer(PlanSettings("int8,int4", batches=2), **run).plan(Regression(), datamodule=Data())
+    assert (whole.batches, whole.looked_at) == (2, 16)
+    # One kind's program was captured and compared; the other kinds' are alike but for the rounding.
+    assert {(kind.prediction.engine, kind.prediction.why_eager) for kind in whole.formats} == {("captured", "")}
+    assert whole.work["checks"] > hurried.work["checks"]
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_ledger.control_variate import break_even, relative_cost_interval
 from lightning_ledger.ledger_file import plain
-from lightning_ledger.planning.jackknife import jackknife
+from lightning_ledger.planning.jackknife import jackknife, left_out
 from lightning_ledger.planning.moments import (
     BatchMoments,
     ExactMoments,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and its 95% interval, both ends None where one batch gives none."""
+    """An estimate and its 95% interval, both ends None where two micro-batches give none."""
 
     value: float
     low: float | None = None
@@ -76,7 +76,7 @@ class FormatForecast:
     Attributes:
         prediction: what making one took.
         delta_at_one: D / V with lam = 1.
-        delta: D / V at lam*, by layer, chosen on other batches.
+        delta: D / V at lam*, by layer, chosen on other batches; of one batch alone at lam = 1.
         bias: ``||mean(g - h)|| / ||mean g||``, sampling error removed; None where no mean gradient can be told from
             the noise.
         step_bias: the same with one rounding of the weights, which stochastic rounding draws anew each step.
@@ -107,7 +107,8 @@ class Forecast:
     Attributes:
         module: the user's class.
         step: optimizer steps of the checkpoint it is about; 0 without one.
-        batches: looked at.
+        batches: looked at, all or in part.
+        looked_at: micro-batches of theirs that were measured.
         microbatches: n, in one batch.
         accumulated: batches that one optimizer step adds up.
         samples: in one micro-batch, on average; 0 where they cannot be counted.
@@ -119,7 +120,7 @@ class Forecast:
         noise_scale: B = V / ||mean gradient||^2 in micro-batches, None where no mean gradient can be told from noise.
         formats: the kinds of prediction.
         verdict: among the ways to spend.
-        memory: bytes of parameters, of one gradient set, and of what the dry run held besides the model.
+        memory: bytes of parameters, of one gradient set, and of what else the dry run held.
         work: FLOPs of the dry run, by what ran.
         seconds: it took.
     """
@@ -127,6 +128,7 @@ class Forecast:
     module: str
     step: int
     batches: int
+    looked_at: int
     microbatches: int
     accumulated: int
     samples: float
@@ -185,38 +187,35 @@ def forecast_format(
         exact: those of the exact gradients, of the same batches.
 
     Returns:
-        The forecast. R and the break-even price are at lam*; their intervals are the jackknife's over batches.
+        The forecast. R and the break-even price are at lam*; intervals are the jackknife's.
     """
     signal = squared_mean(exact)
     moments = mean_covariance(batches)
     step_bias = math.fsum(batch.squared_step_bias for batch in batches) / len(batches)
 
-    def delta(chosen: Sequence[BatchMoments]) -> float:
-        return min(max(delta_at_best(chosen), 0.0), 1.0)
-
-    def price(chosen: Sequence[BatchMoments]) -> float:
-        return break_even(delta(chosen)) / prediction.w_at_one if prediction.w_at_one else math.inf
-
-    def cost(chosen: Sequence[BatchMoments]) -> float:
-        return relative_cost_interval(0.0, delta(chosen), prediction.w)[1]
-
+    deltas = [_delta(batches), *map(_delta, left_out(batches))]
+    prices = [break_even(delta) / prediction.w_at_one if prediction.w_at_one else math.inf for delta in deltas]
+    costs = [relative_cost_interval(0.0, delta, prediction.w)[1] for delta in deltas]
     return FormatForecast(
         prediction,
         delta_at_one(batches),
-        _interval(batches, delta, highest=1.0),
+        _interval(deltas, highest=1.0),
         _ratio(squared_bias(batches), signal),
         _ratio(step_bias, signal),
         float(moments.h.sum()) / float(moments.of_exact().sum()),
-        _interval(batches, cost, highest=1 + prediction.w),
-        _interval(batches, price, highest=math.inf),
+        _interval(costs, highest=1 + prediction.w),
+        _interval(prices, highest=math.inf),
     )
 
 
-def _interval(
-    batches: Sequence[BatchMoments], estimate: Callable[[Sequence[BatchMoments]], float], highest: float
-) -> Interval:
-    value, half = estimate(batches), jackknife(batches, estimate)
-    if half is None:
+def _delta(batches: Sequence[BatchMoments]) -> float:
+    return min(max(delta_at_best(batches), 0.0), 1.0)
+
+
+def _interval(estimates: Sequence[float], highest: float) -> Interval:
+    """The first of these, and how far those after it, each without one observation, are apart."""
+    value, half = estimates[0], jackknife(estimates[1:])
+    if half is None or not math.isfinite(half):
         return Interval(value)
     return Interval(value, max(0.0, value - half), min(highest, value + half))
 

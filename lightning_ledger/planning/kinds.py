@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -16,16 +19,19 @@ from lightning_ledger.estimation import PredictionSettings
 from lightning_ledger.flops import FlopCounter, StepFlops
 from lightning_ledger.microbatches import MicroBatch, shape_key
 from lightning_ledger.planning.forecast import Prediction
-from lightning_ledger.precision import Lowering, Tape, get_format
+from lightning_ledger.precision import Lowering, parse_formats
+from lightning_ledger.predictors import Engine, ProgramPredictor
 from lightning_ledger.predictors import Prediction as Gradients
-from lightning_ledger.predictors import ProgramPredictor
 from lightning_ledger.prices import PriceBook
-from lightning_ledger.program import Context, ShadowBuffers, trainable, training_step_gradients
+from lightning_ledger.program import Context, trainable
 from lightning_ledger.work import Work
 
 
 class Kind:
     """A kind of prediction, its predictor, and what that has taken so far.
+
+    A captured program gives the eager predictor's numbers bit for bit, and capturing takes as long as several passes:
+    predictions are made eagerly, unless an engine is asked for that gives others, and ``try_program`` captures one.
 
     Args:
         module: the user's module.
@@ -37,6 +43,7 @@ class Kind:
     Attributes:
         checks: FLOPs of capturing programs and comparing them.
         uncounted: heavy operations without a FLOP formula.
+        tried: the engine that predictions would run in, and why it is not the one asked for; None until tried.
     """
 
     def __init__(
@@ -48,12 +55,17 @@ class Kind:
         self._lowering = Lowering(format, rounding, settings.rotation, settings.keep, module)
         self.checks = 0
         self.uncounted: set[str] = set()
-        self._predictor = ProgramPredictor(
-            module, self._lowering, context, settings.engine, self._look_at, on_checked=self._charge_check
-        )
+        self._asked: Engine = settings.engine
+        self._predictor = self._of("eager" if self._asked == "captured" else self._asked)
+        self.tried: tuple[str, str] | None = None
         self._seconds: list[float] = []
         self._shapes: Counter[Hashable] = Counter()
         self._weight_bytes = 0
+
+    def _of(self, engine: Engine) -> ProgramPredictor:
+        return ProgramPredictor(
+            self._module, self._lowering, self._context, engine, self._look_at, on_checked=self._charge_check
+        )
 
     @property
     def label(self) -> str:
@@ -64,16 +76,11 @@ class Kind:
         """Round the module's present weights."""
         self._predictor.refresh(trainable(self._module), seed)
 
-    def weigh(self, sample: Any, arguments: Sequence[Any]) -> None:
-        """Measure the rounded weights, by a pass on a small piece of a batch; they stay rounded for the next one."""
-        tape = Tape()
-        weights = trainable(self._module)
-        with self._lowering.mode(0, tape):
-            training_step_gradients(
-                self._module, weights, (sample, *arguments), 0, ShadowBuffers(self._module), self._context
-            )
-        bits = [(use.format.bits * operand.values.numel(), operand.scale) for use, operand in tape.weights]
-        self._weight_bytes = sum(n // 8 + (0 if s is None else s.numel() * s.element_size()) for n, s in bits)
+    def release(self) -> None:
+        """Let go of the rounded weights."""
+        self._weight_bytes = max(self._weight_bytes, self._lowering.weight_bytes())
+        self._lowering.refresh({}, 0)
+        give_back()
 
     def predict(self, part: MicroBatch, seed: int, arguments: Sequence[Any]) -> Gradients | None:
         """Predict a micro-batch's gradients, and time it."""
@@ -84,6 +91,26 @@ class Kind:
         self._seconds.append(time.perf_counter() - start)
         self._shapes[shape_key(part.data)] += 1
         return result
+
+    @property
+    def seconds(self) -> float:
+        """Of one prediction, the median."""
+        return median(self._seconds)
+
+    def try_program(self, part: MicroBatch, seed: int, arguments: Sequence[Any]) -> None:
+        """Capture the training step as a program, if asked for, and compare it with the eager predictor."""
+        if self._asked != "captured":
+            return
+        program = self._of("captured")
+        program.refresh(trainable(self._module), seed)
+        program.predict(part.data, seed, *arguments)
+        if (eager := program.work(shape_key(part.data))) is not None:
+            self.checks += eager.total
+        self.tried = program.engine, program.why_eager
+        self._lowering.refresh({}, 0)
+        del program
+        gc.collect()  # a graph's nodes refer to one another
+        give_back()
 
     @property
     def work(self) -> Work:
@@ -111,9 +138,8 @@ class Kind:
             self.format,
             self.rounding,
             {name: n // work.passes for name, n in work.flops_by_format.items()},
-            median(self._seconds),
-            self._predictor.engine,
-            self._predictor.why_eager,
+            self.seconds,
+            *(self.tried or (self._predictor.engine, self._predictor.why_eager)),
             "; ".join(fmt.describe(device) for fmt in self._lowering.formats.distinct),
             {
                 f"{layer or 'training_step'} {product}": why
@@ -131,9 +157,20 @@ class Kind:
         self.checks += flops.total
 
 
-def has_noise(format: str, rounding: str) -> bool:
-    """Whether this rounding differs from rounding to nearest: full precision rounds nothing."""
-    return rounding == "nearest" or format != get_format("fp32").name
+def is_worth_trying(format: str, rounding: str, roundings: Sequence[str]) -> bool:
+    """Whether this way of rounding tells more than rounding to nearest does: not where all products keep 16 bits.
+
+    >>> [is_worth_trying(f, "stochastic", ("nearest", "stochastic")) for f in ("fp32", "bf16", "bf16:output=int4")]
+    [False, False, True]
+    """
+    bits = min(fmt.bits for fmt in parse_formats(format).distinct)
+    return bits < 16 or rounding == "nearest" or ("nearest" not in roundings and bits < 32)
+
+
+def give_back() -> None:
+    """Hand freed memory back to the system. glibc keeps it, in pieces too small for the next kind's weights."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def synchronize(device: torch.device) -> None:

@@ -20,8 +20,8 @@ from lightning_ledger.estimation.checks import check_separable, refuse_accumulat
 from lightning_ledger.flops import FlopCounter, UncountedWarning
 from lightning_ledger.microbatches import MicroBatch, Splitter, draw_seeds, make_microbatches, shape_key
 from lightning_ledger.planning.forecast import Forecast, forecast_format, noise_scale
-from lightning_ledger.planning.kinds import Kind, has_noise, nbytes, synchronize
-from lightning_ledger.planning.moments import BatchMoments, BatchSums, ExactMoments
+from lightning_ledger.planning.kinds import Kind, is_worth_trying, nbytes, synchronize
+from lightning_ledger.planning.moments import BatchMoments, ExactMoments, Sketches
 from lightning_ledger.planning.settings import PlanSettings
 from lightning_ledger.planning.ways import judge
 from lightning_ledger.precision import derive_seed
@@ -30,14 +30,20 @@ from lightning_ledger.program import Context, ShadowBuffers, trainable, training
 from lightning_ledger.work import Work
 
 Batches = Iterable[tuple[Any, Sequence[Any]]]
+# However little time there is: two micro-batches have a spread, and three tell how sure that is.
+LEAST = 3
+# What capturing a program and comparing it takes, in eager predictions: 9 for a GPT-2 of 124M parameters.
+PROGRAM = 12
 
 
 class DryRun:
     """Measures, at the module's present weights, what predictions of each kind would be worth.
 
-    Every pass is one without side effects (``training_step_gradients``). Besides the model it holds the exact
-    gradients of one micro-batch, one prediction and their difference; running sums, one gradient set of exact gradients
-    and one of differences for each kind of prediction; and the rounded weights of each kind.
+    Every pass is one without side effects (``training_step_gradients``). Besides the model it holds one gradient set,
+    the rounded weights of one kind of prediction, and sketches of one batch's gradients.
+
+    What the first micro-batch takes says how many fit into the time: of the first batch ``LEAST`` at least, and no
+    further batch is begun that would end late.
 
     Args:
         module: the user's module, on its device and in the mode it trains in.
@@ -80,14 +86,17 @@ class DryRun:
         self._parameters = trainable(module)
         self._layout = Layout.of(self._parameters)
         self._splitter = Splitter(prediction.split_fn)
+        self._sketch = Sketches(self._parameters, self._layout)
         self._buffers = ShadowBuffers(module)
-        asked = [(f, r) for f in options.asked(format) for r in options.ways_of_rounding if has_noise(f, r)]
+        ways = options.ways_of_rounding
+        asked = [(f, r) for f in options.asked(format) for r in ways if is_worth_trying(f, r, ways)]
         self._kinds = [Kind(module, prediction, f, rounding, context) for f, rounding in asked]
         self._flops: dict[Any, FlopCounter] = {}
         self._exact_work = Work()
         self._exact_seconds: list[float] = []
         self._checks = 0
         self._checked = not prediction.check_separable
+        self._passes = self._planned = self._microbatches = 0
         self._started = time.perf_counter()
 
     def run(self, batches: Batches, step: int = 0) -> Forecast:
@@ -120,16 +129,16 @@ class DryRun:
             self._check(batch, parts, arguments)
             if len(parts) < 2:
                 continue  # one micro-batch has no spread
+            self._microbatches = max(self._microbatches, len(parts))
+            begun = time.perf_counter()
             found = self._measure(number, parts, draw_seeds(len(parts), generator), arguments)
             if found is None:
                 continue
-            sizes.extend(parts)
+            sizes.extend(parts[: found[0].n])
             exact.append(found[0])
             for held, moments in zip(kinds, found[1], strict=True):
                 held.append(moments)
-            if len(exact) >= self._options.batches:
-                break
-            if len(exact) >= 2 and time.perf_counter() - self._started > 60 * self._options.minutes:
+            if len(exact) >= self._options.batches or time.perf_counter() - begun > self._seconds_left:
                 break
         if not exact:
             raise MisconfigurationException(
@@ -139,41 +148,74 @@ class DryRun:
             )
         return self._forecast(exact, kinds, sizes, step)
 
+    @property
+    def _seconds_left(self) -> float:
+        return 60 * self._options.minutes - (time.perf_counter() - self._started)
+
     def _measure(
         self, number: int, parts: Sequence[MicroBatch], seeds: Sequence[int], arguments: Sequence[Any]
     ) -> tuple[ExactMoments, list[BatchMoments]] | None:
         """The moments of one batch; None if its training step skipped a part of it."""
-        for kind in self._kinds:
-            kind.refresh(derive_seed(self._settings.seed, number))
-            if number == 0:
-                kind.weigh(self._splitter.split(parts[0].data, max(1, parts[0].samples))[0], arguments)
-        sums = BatchSums(self._parameters, self._layout, len(self._kinds))
-        for part, seed in zip(parts, seeds, strict=True):
-            scale = len(parts) * part.weight
-            gradients = self._exact(part, seed, arguments)
-            if gradients is None:
-                return None
-            x = sums.add_exact(gradients, scale)
-            del gradients
-            self._advance(self._share(number, part.index, 1, len(parts)))
-            for place, kind in enumerate(self._kinds):
-                result = kind.predict(part, seed, arguments)
-                if result is None:
-                    return None
-                sums.add_predicted(place, x, result[1], scale)
-                del result
-                self._advance(self._share(number, part.index, place + 2, len(parts)))
-        exact, predicted = sums.close()
-        if not math.isfinite(exact.variance) or exact.variance <= 0:
-            raise MisconfigurationException(
-                f"The gradients of batch {number} have a variance of {exact.variance:g} across its micro-batches: the "
-                "loss is not finite there, or depends on no sample. Look at the loss, or plan from another checkpoint."
-            )
-        return exact, predicted
+        n, jobs = len(parts), list(zip(parts, seeds, strict=True))
+        exact: list[Tensor] = []
+        predicted: list[list[Tensor]] = [[] for _ in self._kinds]
 
-    def _share(self, batch: int, part: int, passes: int, n: int) -> float:
-        kinds = len(self._kinds) + 1
-        return ((batch * n + part) * kinds + passes) / (self._options.batches * n * kinds)
+        def look(jobs: Sequence[tuple[MicroBatch, int]]) -> bool:
+            """Adds sketches of n w_i g_i and n w_i h_i; False if one was skipped."""
+            for part, seed in jobs:
+                gradients = self._exact(part, seed, arguments)
+                if gradients is None:
+                    return False
+                exact.append(self._sketch(gradients, n * part.weight))
+                self._tell()
+            for kind, rows in zip(self._kinds, predicted, strict=True):
+                kind.refresh(derive_seed(self._settings.seed, number))
+                for part, seed in jobs:
+                    result = kind.predict(part, seed, arguments)
+                    if result is None:
+                        return False
+                    rows.append(self._sketch(result[1], n * part.weight))
+                    self._tell()
+                kind.release()
+            return True
+
+        first = not self._planned
+        if first:
+            self._planned = self._options.batches * n * (1 + len(self._kinds))
+            begun = time.perf_counter()
+            if not look(jobs[:1]):
+                return None
+            each = time.perf_counter() - begun
+            affordable = int(self._seconds_left / each)
+            jobs = jobs[: max(LEAST, 1 + affordable)]
+            self._planned = min(self._options.batches * n, max(len(jobs), 1 + affordable)) * (1 + len(self._kinds))
+        if not look(jobs[first:]):
+            return None
+        if first and self._kinds:
+            self._try_program(parts[0], seeds[0], arguments)
+        moments = ExactMoments.of(exact)
+        if not math.isfinite(moments.variance) or moments.variance <= 0:
+            raise MisconfigurationException(
+                f"The gradients of batch {number} have a variance of {moments.variance:g} across its micro-batches: "
+                "the loss is not finite there, or depends on no sample. Look at the loss, or plan from another "
+                "checkpoint."
+            )
+        return moments, [BatchMoments.of(exact, rows) for rows in predicted]
+
+    def _try_program(self, part: MicroBatch, seed: int, arguments: Sequence[Any]) -> None:
+        """Capture one kind's program, if there is time: the others differ from it in how they round."""
+        kind, *others = self._kinds
+        if self._settings.engine == "captured" and PROGRAM * kind.seconds > self._seconds_left:
+            kind.tried = "eager", "there was no time to capture a program (--plan.minutes)"
+        else:
+            kind.try_program(part, seed, arguments)
+        if kind.tried is not None:
+            for other in others:
+                other.tried = kind.tried[0], ""
+
+    def _tell(self) -> None:
+        self._passes += 1
+        self._advance(min(1.0, self._passes / self._planned))
 
     def _exact(self, part: MicroBatch, seed: int, arguments: Sequence[Any]) -> dict[str, Tensor | None] | None:
         """The exact gradients of a micro-batch, timed, and counted on the first of each shape."""
@@ -201,11 +243,9 @@ class DryRun:
         """Refuse a loss that depends on how the batch is split, as training does."""
         if self._checked or len(parts) < 2:
             return
-        pieces = make_microbatches(batch, len(parts) // 2, self._splitter, self._settings.weights)
-        cuts = [
-            (piece.data, make_microbatches(piece.data, 2, self._splitter, self._settings.weights))
-            for piece in (pieces[:1] + pieces[1:][-1:])
-        ]
+        # One piece, of two micro-batches: training compares another, far from it.
+        (piece, *_) = make_microbatches(batch, len(parts) // 2, self._splitter, self._settings.weights)
+        cuts = [(piece.data, make_microbatches(piece.data, 2, self._splitter, self._settings.weights))]
         with FlopCounter() as counter:
             self._checked = check_separable(self.module, cuts, arguments, self._context, self._settings.allow_batchnorm)
         self._checks += counter.counts().total
@@ -228,7 +268,7 @@ class DryRun:
             forecast_format(kind.measured(self._exact_work, forward, self._prices), moments, exact)
             for kind, moments in zip(self._kinds, kinds, strict=True)
         ]
-        n, scale = max(batch.n for batch in exact), noise_scale(exact)
+        n, scale = self._microbatches, noise_scale(exact)
         samples = [part.samples for part in parts]
         gradients = sum(4 * p.numel() for p in self._parameters.values())
         rounded = max((kind.prediction.weight_bytes for kind in formats), default=0)
@@ -237,6 +277,7 @@ class DryRun:
             module=type(self.module).__qualname__,
             step=step,
             batches=len(exact),
+            looked_at=len(parts),
             microbatches=n,
             accumulated=self._accumulated,
             samples=sum(samples) / len(samples) if all(samples) else 0.0,
@@ -252,7 +293,7 @@ class DryRun:
                 "parameters": nbytes(list(self.module.parameters())),
                 "gradient_set": gradients,
                 "rounded_weights": rounded,
-                "gradient_sets_held": len(formats) + 5,
+                "sketches": 4 * 2 * n * math.prod(self._sketch.shape),
             },
             work={
                 "exact": self._exact_work.flops,

@@ -1,58 +1,79 @@
-"""Second moments of exact and predicted gradients over one batch, from sums: no gradient set outlives its turn."""
+"""Second moments of exact and predicted gradients over one batch, from sketches: no gradient set outlives its turn."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lightning_ledger.control_variate import Gradients, Layout, Variances, WeightedSum
+from lightning_ledger.control_variate import Gradients, Layout, Variances
 from lightning_ledger.control_variate.estimates import COEFFICIENT_RANGE
 
-# Entries of a sketch: a prime, so that the columns of no matrix line up in it.
-SKETCH = 131_071
+# Entries of a layer's sketch: a prime, so that the columns of no matrix line up in it.
+SKETCH = 8191
 
 
-def sketch(gradients: Gradients, parameters: Mapping[str, Tensor], size: int = SKETCH) -> Tensor:
-    """A short vector whose inner products with others stand for those of whole gradient sets.
+class Sketches:
+    """Short vectors, one a layer, whose inner products with others stand for those of whole gradients.
 
-    Coordinate j of the set is multiplied by a fixed random sign and added to entry ``j mod size``. Over the signs, the
-    inner product of two sketches has the mean of the sets' own, and differs from it by about
-    ``sqrt(2 / size) ||a|| ||b||``; sets of at most ``size`` coordinates lose nothing. It is the count sketch of
+    Coordinate j of a layer is multiplied by a fixed random sign and added to entry ``j mod size``. Over the signs, the
+    inner product of two sketches has the mean of the gradients' own, and differs from it by about
+    ``sqrt(2 / size) ||a|| ||b||``; layers of at most ``size`` coordinates lose nothing. It is the count sketch of
     Charikar, Chen and Farach-Colton (Finding Frequent Items in Data Streams, 2002) with a fixed hash.
 
     Args:
-        gradients: a gradient set; a missing gradient is zero.
-        parameters: all of them, by name, in the order of their coordinates.
-        size: of the sketch, at most; it has no more entries than there are coordinates.
+        parameters: trainable ones, by name.
+        layout: their layers.
+        size: of a layer's sketch, at most; it has no more entries than the largest layer has coordinates.
 
-    Returns:
-        [size] in double precision, on the CPU.
+    Attributes:
+        shape: of a gradient set's sketch, (L, size).
 
     Example:
-        >>> shape = {"w": torch.zeros(3)}
-        >>> a, b = (sketch({"w": torch.tensor(x)}, shape) for x in ([1.0, 2.0, 3.0], [1.0, 0.0, -1.0]))
-        >>> float(a @ b)
+        >>> parameters = {"w": torch.zeros(3)}
+        >>> sketch = Sketches(parameters, Layout.of(parameters))
+        >>> a, b = (sketch({"w": torch.tensor(x)}) for x in ([1.0, 2.0, 3.0], [1.0, 0.0, -1.0]))
+        >>> float((a * b).sum())
         -2.0
     """
-    size = min(size, sum(parameter.numel() for parameter in parameters.values()))
-    total, start = torch.zeros(size, dtype=torch.float64), 0
-    for place, (name, parameter) in enumerate(parameters.items()):
-        count, offset = parameter.numel(), start % size
-        start += count
-        if (gradient := gradients.get(name)) is None:
-            continue
-        generator = torch.Generator(gradient.device).manual_seed(place)
-        signs = torch.randint(0, 2, (count,), generator=generator, device=gradient.device, dtype=torch.int8)
-        signed = gradient.reshape(-1).float() * signs.mul_(2).sub_(1)
-        if offset + count <= size:
-            total[offset : offset + count] += signed.cpu()
-        else:
-            rows = torch.nn.functional.pad(signed, (0, -count % size)).view(-1, size)
-            total += rows.sum(0, dtype=torch.float64).cpu().roll(offset)
-    return total
+
+    def __init__(self, parameters: Mapping[str, Tensor], layout: Layout, size: int = SKETCH) -> None:
+        counts = [0] * len(layout.layers)
+        self._places: dict[str, tuple[int, int]] = {}  # the layer, and where in it the parameter starts
+        self._signs: dict[str, Tensor] = {}  # a byte for each coordinate: drawing them anew would take as long as using
+        for name, layer in zip(layout.names, layout.layer_of.tolist(), strict=True):
+            parameter = parameters[name]
+            generator = torch.Generator(parameter.device).manual_seed(len(self._places))
+            signs = torch.randint(
+                0, 2, (parameter.numel(),), generator=generator, device=parameter.device, dtype=torch.int8
+            )
+            self._signs[name] = signs.mul_(2).sub_(1)
+            self._places[name] = layer, counts[layer]
+            counts[layer] += parameter.numel()
+        self.shape = len(counts), min(size, max(counts, default=0))
+
+    def __call__(self, gradients: Gradients, scale: float = 1.0) -> Tensor:
+        """The sketch of a gradient set, times a number.
+
+        Args:
+            gradients: by name; a missing gradient is zero.
+            scale: the number.
+
+        Returns:
+            [L, size] on the CPU, in double precision where a gradient is, else in single.
+        """
+        size = self.shape[1]
+        double = any(g is not None and g.dtype == torch.float64 for g in gradients.values())
+        total = torch.zeros(self.shape, dtype=torch.float64)
+        for name, (layer, start) in self._places.items():
+            if (gradient := gradients.get(name)) is None:
+                continue
+            signed = gradient.reshape(-1).to(torch.float64 if double else torch.float32) * self._signs[name]
+            rows = torch.nn.functional.pad(signed, (0, -signed.numel() % size)).view(-1, size)
+            total[layer] += rows.sum(0).double().cpu().roll(start % size)
+        return total.mul_(scale).to(torch.float64 if double else torch.float32)
 
 
 @dataclass(frozen=True)
@@ -60,17 +81,46 @@ class BatchMoments:
     """What one batch says of one kind of prediction. With h_i for n w_i h_i and e_i for n w_i (g_i - h_i):
 
     Attributes:
-        n: micro-batches in the batch.
+        n: micro-batches that were looked at.
         covariance: [2, 2, L] traces of the covariances of (h, e) across micro-batches, by layer, with n - 1 degrees.
+        left_out: [n, 2, 2, L] the same without each of them in turn; of no meaning for n = 2.
         squared_step_bias: ``||mean e||^2`` over the micro-batches there might have been, with this batch's rounding of
             the weights: from products of different micro-batches, so free of sampling error, and possibly negative.
-        error: [SKETCH] of the batch's mean e.
+        error: sketch of the mean e, flattened.
     """
 
     n: int
     covariance: Tensor
+    left_out: Tensor
     squared_step_bias: float
     error: Tensor
+
+    @classmethod
+    def of(cls, exact: Sequence[Tensor], predicted: Sequence[Tensor]) -> BatchMoments:
+        """From the sketches of n w_i g_i and n w_i h_i, of two micro-batches or more."""
+        n, covariances, left_out, squares = len(exact), [], [], 0.0
+        for layer in range(len(exact[0])):
+            h = torch.stack([row[layer] for row in predicted]).double()
+            e = torch.stack([row[layer] for row in exact]).double() - h
+            products = torch.stack([torch.stack([a @ b.T for b in (h, e)]) for a in (h, e)])  # [2, 2, n, n]
+            own, sums = products.diagonal(dim1=-2, dim2=-1), products.sum(-1) + products.sum(-2)
+            total, trace = products.sum((-2, -1)), own.sum(-1)
+            covariances.append((trace - total / n) / (n - 1))
+            rest = total[..., None] - sums + own  # over the pairs without micro-batch i
+            left_out.append((trace[..., None] - own - rest / (n - 1)) / max(1, n - 2))
+            squares += float(total[1, 1] - trace[1, 1])
+        error = torch.stack([x.double() - y.double() for x, y in zip(exact, predicted, strict=True)]).mean(0)
+        return cls(
+            n,
+            torch.stack(covariances, -1),
+            torch.stack(left_out, -1).movedim(-2, 0),
+            squares / (n * (n - 1)),
+            error.flatten(),
+        )
+
+    def without(self, micro_batch: int) -> BatchMoments:
+        """The covariances of the others; what else there is stays."""
+        return replace(self, n=self.n - 1, covariance=self.left_out[micro_batch])
 
 
 @dataclass(frozen=True)
@@ -78,10 +128,10 @@ class ExactMoments:
     """What one batch says of the exact gradients; x_i is n w_i g_i.
 
     Attributes:
-        n: micro-batches in the batch.
+        n: micro-batches that were looked at.
         variance: V, tr Cov(x) across micro-batches, with n - 1 degrees.
         squares: sum of ``||x_i||^2``.
-        mean: [SKETCH] of the batch's mean x.
+        mean: sketch of the mean x, flattened.
     """
 
     n: int
@@ -89,80 +139,18 @@ class ExactMoments:
     squares: float
     mean: Tensor
 
-
-class BatchSums:
-    """Running sums over the micro-batches of one batch: one gradient set for x, and one for e of each kind.
-
-    Args:
-        parameters: trainable ones, by name.
-        layout: their layers.
-        kinds: how many kinds of prediction there are.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], layout: Layout, kinds: int) -> None:
-        self._parameters = parameters
-        self._layout = layout
-        self._n, self._squares = 0, 0.0
-        self._exact = WeightedSum()
-        self._errors = [WeightedSum() for _ in range(kinds)]
-        self._products = [torch.zeros(2, 2, len(layout.layers), dtype=torch.float64) for _ in range(kinds)]
-
-    def add_exact(self, gradients: Gradients, scale: float) -> dict[str, Tensor]:
-        """Add x = scale * g of the next micro-batch.
-
-        Returns:
-            x in single precision or better, without the gradients that are None.
-        """
-        x = _scaled(gradients, scale)
-        self._n += 1
-        self._squares += float(self._layout.squared_norms(x).sum())
-        self._exact.add(x, 1.0)
-        return x
-
-    def add_predicted(self, kind: int, x: Mapping[str, Tensor], gradients: Gradients, scale: float) -> None:
-        """Add the prediction h of a kind on the same micro-batch, and e = x - scale * h."""
-        h = _scaled(gradients, scale)
-        e = _difference(x, h)
-        self._products[kind] += self._layout.inner_products(h, e)
-        self._errors[kind].add(e, 1.0)
-
-    def close(self) -> tuple[ExactMoments, list[BatchMoments]]:
-        """The moments of the batch, which has two micro-batches or more."""
-        n, exact = self._n, self._exact.total
-        square = float(self._layout.squared_norms(exact).sum())
-        found = []
-        for errors, products in zip(self._errors, self._products, strict=True):
-            error = errors.total
-            of_sums = self._layout.inner_products(_difference(exact, error), error)
-            squares, of_sum = float(products[1, 1].sum()), float(of_sums[1, 1].sum())
-            found.append(
-                BatchMoments(
-                    n,
-                    (products - of_sums / n) / (n - 1),
-                    (of_sum - squares) / (n * (n - 1)),
-                    sketch(error, self._parameters) / n,
-                )
-            )
-        variance = (self._squares - square / n) / (n - 1)
-        return ExactMoments(n, variance, self._squares, sketch(exact, self._parameters) / n), found
-
-
-def _scaled(gradients: Gradients, scale: float) -> dict[str, Tensor]:
-    """Times ``scale``, in single precision or better: sums of many small gradients need its bits."""
-    kept = {name: g for name, g in gradients.items() if g is not None}
-    return {name: (g if g.dtype == torch.float64 else g.float()) * scale for name, g in kept.items()}
-
-
-def _difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """a - b; what one of them lacks is zero."""
-    return {name: x - b[name] if name in b else x for name, x in a.items()} | {
-        name: -y for name, y in b.items() if name not in a
-    }
+    @classmethod
+    def of(cls, exact: Sequence[Tensor]) -> ExactMoments:
+        """From the sketches of n w_i g_i, of two micro-batches or more."""
+        n, total = len(exact), torch.stack([x.double() for x in exact]).sum(0)
+        squares = sum(float(x.double().square().sum()) for x in exact)
+        return cls(n, (squares - float(total.square().sum()) / n) / (n - 1), squares, total.flatten() / n)
 
 
 def mean_covariance(batches: Sequence[BatchMoments]) -> Variances:
-    """H, tr Cov(e, h) and tr Cov(e) by layer, averaged over batches."""
-    mean = torch.stack([batch.covariance for batch in batches]).mean(0)
+    """H, tr Cov(e, h) and tr Cov(e) by layer, averaged over batches by their degrees of freedom."""
+    degrees = torch.tensor([batch.n - 1.0 for batch in batches], dtype=torch.float64)
+    mean = torch.tensordot(degrees / degrees.sum(), torch.stack([batch.covariance for batch in batches]), 1)
     return Variances(mean[0, 0], mean[0, 1], mean[1, 1])
 
 
@@ -181,15 +169,16 @@ def delta_at_one(batches: Sequence[BatchMoments]) -> float:
 def delta_at_best(batches: Sequence[BatchMoments]) -> float:
     """delta at lam*, each batch at the lam* of the others, as training chooses lam from other steps than its own.
 
-    With one batch there are no others, and delta comes out somewhat small.
+    With one batch there are no others, and it is delta at lam = 1, where training starts.
     """
+    if len(batches) == 1:
+        return delta_at_one(batches)
     exact = float(mean_covariance(batches).of_exact().sum())
-    residuals = []
+    residuals = 0.0
     for batch in batches:
-        others = [other for other in batches if other is not batch] or [batch]
-        lam = best_coefficient(mean_covariance(others))
-        residuals.append(float(mean_covariance([batch]).of_residual(lam).sum()))
-    return sum(residuals) / len(residuals) / exact
+        lam = best_coefficient(mean_covariance([other for other in batches if other is not batch]))
+        residuals += (batch.n - 1) * float(mean_covariance([batch]).of_residual(lam).sum())
+    return residuals / sum(batch.n - 1 for batch in batches) / exact
 
 
 def squared_mean(batches: Sequence[ExactMoments]) -> float:

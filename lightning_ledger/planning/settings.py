@@ -19,11 +19,12 @@ class PlanSettings:
     Args:
         formats: number formats to try, such as ``int8,bf16,int4``; by default these three, and first that of the
             ``GradientPrediction`` in the configuration. Products can be set apart, as there.
-        roundings: ways of rounding to try.
+        roundings: ways of rounding to try. Formats of 16 bits and more round to nearest only, if that is among them.
         fleet_price: price of one forward-equivalent on the fleet, whatever its format; by default the price book's.
         prices: a price book in YAML.
-        batches: batches to look at, at most. Intervals come from their differences, so it takes two or more.
-        minutes: stop after the first batch, from the second on, that ends later than this.
+        batches: batches to look at, at most.
+        minutes: begin no batch that would end later than this; of the first batch, look at as many micro-batches as
+            fit, three at least.
         json: write the forecast there; ``-`` prints it instead of the table.
         png: plot R against the fleet price there.
 
@@ -46,7 +47,7 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         if isinstance(self.batches, bool) or self.batches < 1:
-            raise ValueError(f"batches={self.batches}: a plan looks at 1 batch or more, and 2 or more give intervals.")
+            raise ValueError(f"batches={self.batches}: a plan looks at 1 batch or more.")
         if not 0 < self.minutes < math.inf:
             raise ValueError(f"minutes={self.minutes} must be a positive number of minutes.")
         if unknown := [rounding for rounding in self.ways_of_rounding if rounding not in ROUNDINGS]:

@@ -97,24 +97,23 @@ def _notes(forecast: Forecast) -> list[str]:
     else:
         in_samples = f", {samples:.0f} samples" if samples is not None else ""
         noise = f"Gradient noise scale: {scale:.1f} micro-batches{in_samples}. That is the batch size it suggests."
-    memory, batches = forecast.memory, f"{forecast.batches} batches of {forecast.microbatches} micro-batches"
+    memory, whole = forecast.memory, forecast.batches * forecast.microbatches
+    batches = f"{forecast.batches} batches of {forecast.microbatches} micro-batches"
+    if forecast.looked_at < whole:
+        batches = f"{forecast.looked_at} of {whole} micro-batches, for lack of time,"
     batches += f" of {forecast.samples:.4g} samples" if forecast.samples else ""
-    held = memory["gradient_sets_held"] * memory["gradient_set"]
     forwards = sum(forecast.work.values()) / forecast.forward_flops
     measured = f"Measured on {batches}, {forecast.accumulated} a step, in {forecast.seconds:.0f} s and {forwards:,.0f} "
     measured += "forward-equivalents, which no ledger was charged for. Nothing was trained."
     prices = f"Fleet price {forecast.fleet_price:g} of a scarce forward. An exact gradient took "
     prices += f"{forecast.exact_seconds:.3g} s. Seconds are this machine's; emulated formats' say nothing of a fleet."
-    sizes = (
-        f"Memory: parameters {_bytes(memory['parameters'])}, one gradient set {_bytes(memory['gradient_set'])}; the "
-    )
-    sizes += f"dry run held {memory['gradient_sets_held']} such sets ({_bytes(held)}) besides activations and rounded "
-    sizes += "weights."
-    words = "delta: variance that predictions leave, of the exact gradients' (D/V), lam* by layer. bias: of the mean "
-    words += (
-        "gradient, sampling error removed. R: variance x cost against exact, in large batches. Costs in the ways are "
-    )
-    words += "expected, to equal mean square error of a step. In brackets: 95%, from leaving out one batch at a time."
+    parameters, gradients, sketches = (_bytes(memory[name]) for name in ("parameters", "gradient_set", "sketches"))
+    sizes = f"Memory: parameters {parameters}, one gradient set {gradients}, sketches {sketches}; besides these, "
+    sizes += "activations and the rounded weights of one kind."
+    chosen = "by layer at lam*" if forecast.batches > 1 else "with one batch at lam = 1"
+    words = f"delta: variance that predictions leave, of the exact gradients' (D/V), {chosen}. bias: of the mean "
+    words += "gradient, sampling error removed. R: variance x cost against exact, in large batches. Costs in the ways "
+    words += "are expected, to equal mean square error of a step. In brackets: 95%, by the jackknife."
     notes = [noise, measured, prices, sizes, words]
     return [*notes, *_per_format(forecast)]
 
