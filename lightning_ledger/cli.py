@@ -29,6 +29,7 @@ PROGRAM = "lightning-ledger"
 TRAINING = ("fit", "validate", "test", "predict")
 PLANNING = "plan"
 EXPORTING = "export"
+SWEEPING = "sweep"
 HELP = f"""\
 usage: {PROGRAM} COMMAND [options]
 
@@ -44,6 +45,9 @@ Ask first (takes the same options as fit, and trains nothing):
   plan          measure on your model and data whether predicted gradients would pay
   export        write the program that predicts, for engines without autograd, as an ONNX model
 
+Train many times:
+  sweep         run a W&B sweep file on this machine, each run in a folder; a killed sweep goes on
+
 Read the ledgers that runs leave behind (needs no torch):
   compare       set runs side by side: cost by tier, cost to reach a target, rival ways to spend
   reprice       what finished runs would have cost at other fleet prices, and where they break even
@@ -53,6 +57,7 @@ Examples:
   {PROGRAM} fit --config configs/demo.yaml --config configs/demo/gpcv-int8.yaml
   {PROGRAM} fit --model my.Model --data my.Data --config callbacks/gpcv.yaml
   {PROGRAM} plan --config configs/demo.yaml --plan.formats int8,int4 --plan.png plan.png
+  {PROGRAM} sweep configs/sweeps/demo.yaml --jobs 2
   {PROGRAM} compare runs/demo/*/ --fleet-price 0.05 --png compare.png
   {PROGRAM} reprice runs/demo/*/ --fleet-price 0.01,0.05,0.2 --png reprice.png
   {PROGRAM} verify runs/demo/*/
@@ -68,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command and its options; the process's own where None.
 
     Returns:
-        The exit code: 0; 1 where a ledger that was to be verified is broken, or where a plan says that predictions do
-        not pay; 2 after a mistake in the arguments or in the files they name, told on one line of stderr, and
-        where a plan cannot be made.
+        The exit code: 0; 1 where a ledger that was to be verified is broken, where a plan says that predictions do
+        not pay, or where a run of a sweep failed; 2 after a mistake in the arguments or in the files they name, told
+        on stderr, and where a plan cannot be made.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -81,16 +86,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command, *options = arguments
     if command in TRAINING:
-        train(arguments)
+        try:
+            train(arguments)
+        except argparse.ArgumentError as error:
+            return _fail(f"{command}: {error}\n{_repair(str(error))}")
         return 0
     if command == PLANNING:
         return _plan(arguments)
     if command == EXPORTING:
         return _export(options)
-    if command not in READING:
+    run = _sweep if command == SWEEPING else READING.get(command)
+    if run is None:
         return _fail(_unknown(command))
     try:
-        return READING[command](options)
+        return run(options)
     except (argparse.ArgumentError, OSError, ValueError) as error:
         return _fail(f"{command}: {' '.join(str(error).split())}")
 
@@ -106,6 +115,9 @@ def train(arguments: Sequence[str]) -> LightningCLI:
 
     Returns:
         The LightningCLI, with the finished `trainer`, `model` and `datamodule`.
+
+    Raises:
+        argparse.ArgumentError: If the options or a configuration cannot be read.
     """
     with _as_process(arguments):
         from lightning.pytorch.cli import LightningCLI
@@ -114,7 +126,23 @@ def train(arguments: Sequence[str]) -> LightningCLI:
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
+            parser_kwargs={"exit_on_error": False, **{command: {"exit_on_error": False} for command in TRAINING}},
         )
+
+
+def _repair(error: str) -> str:
+    """What to write instead, on one line."""
+    if 'key "trainer.strategy"' in error:
+        return (
+            "Fix: a Trainer has one strategy. Write `strategy: predicted_gradients`, or `strategy: {class_path: "
+            "lightning_ledger.strategies.PredictedGradientStrategy}`, and no list."
+        )
+    if 'key "trainer.callbacks"' in error:
+        return (
+            "Fix: `--trainer.callbacks.ARGUMENT=VALUE` sets the callback added last; add it with "
+            "`--trainer.callbacks+=NAME` right before, or write the list in a YAML file."
+        )
+    return f"`{PROGRAM} COMMAND --help` lists the options."
 
 
 def _plan(arguments: Sequence[str]) -> int:
@@ -161,6 +189,15 @@ def _export(options: Sequence[str]) -> int:
         except (NotCapturable, NotCompilable, OSError, TypeError, ValueError) as error:
             return _fail(f"{EXPORTING}: {' '.join(str(error).split())}")
     return 0
+
+
+def _sweep(options: Sequence[str]) -> int:
+    """Run a sweep file here: exit with 0 if every run succeeded, else with 1."""
+    from lightning_ledger.sweeps import command
+
+    parser = _parser(SWEEPING, command.DESCRIPTION, command.EXAMPLE)
+    command.add_options(parser)
+    return command.sweep(parser.parse_args(list(options)))
 
 
 @contextlib.contextmanager
@@ -310,7 +347,7 @@ def _parser(command: str, description: str, example: str) -> ArgumentParser:
 
 
 def _unknown(command: str) -> str:
-    known = [*TRAINING, PLANNING, EXPORTING, *READING]
+    known = [*TRAINING, PLANNING, EXPORTING, SWEEPING, *READING]
     near = difflib.get_close_matches(command, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else f" Known are {', '.join(known)}."
     return f"no command {command!r}.{hint}"

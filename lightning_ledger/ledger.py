@@ -6,7 +6,8 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,7 @@ __all__ = [
     "Ledger",
     "LedgerHistory",
     "Mark",
+    "OpenWork",
     "Segment",
     "Verification",
     "Work",
@@ -47,6 +49,20 @@ class _Base(NamedTuple):
     steps: int = 0
     totals: Mapping[str, Work] = {}
     exact_equivalent: Work = Work()
+
+
+class OpenWork(NamedTuple):
+    """What one of several processes charged since the last step, mark or checkpoint.
+
+    Attributes:
+        work: by account. Over processes: the sum, seconds too, as machine hours are added up.
+        exact_equivalent: what its samples would have cost exactly. Over processes: the sum.
+        forward_flops: its forward-equivalent, if it has one. Over processes: that of the first that has one.
+    """
+
+    work: Mapping[str, Work]
+    exact_equivalent: Work
+    forward_flops: int | None
 
 
 class Ledger:
@@ -112,6 +128,69 @@ class Ledger:
         """Adds what the open step's samples would have cost exactly. It is kept apart from all accounts."""
         self._open_exact += work
         self._exact += work
+
+    def rebook(self, accounts: Mapping[str, str]) -> None:
+        """Books the open step's work under other accounts: it turned out to train nothing.
+
+        None of it counts as an exact equivalent any more. What a mark or a checkpoint has recorded stays as it is.
+
+        Args:
+            accounts: From an account to the one that its open work moves to; others keep theirs.
+
+        Example:
+            >>> ledger = Ledger()
+            >>> ledger.charge("scarce/forward", Work(flops=100))
+            >>> ledger.rebook({"scarce/forward": "waste/skipped_step"})
+            >>> {account: work.flops for account, work in ledger.totals().items()}
+            {'waste/skipped_step': 100}
+        """
+        moved = {account: self._open.pop(account) for account in accounts if account in self._open}
+        for account, work in moved.items():
+            rest = self._totals[account] - work
+            if replace(rest, seconds=0.0):
+                self._totals[account] = rest
+            else:
+                del self._totals[account]  # seconds are rounded
+            self.charge(accounts[account], work)
+        self._exact -= self._open_exact
+        self._open_exact = Work()
+
+    def forget_unit(self) -> None:
+        """Leaves the unit open again, if the file does not tell it yet: it was set by what was no training."""
+        self._forward_flops = None
+        self._pending = [record for record in self._pending if record["type"] != "unit"]
+
+    def open_work(self) -> OpenWork:
+        """What is open: all that the other processes do not know of yet."""
+        return OpenWork(dict(self._open), self._open_exact, self._forward_flops)
+
+    def add_open(self, shares: Sequence[OpenWork], own: int) -> None:
+        """Makes the open work, and with it the totals, that of all processes.
+
+        Args:
+            shares: the open work of every process.
+            own: which of them is this one's.
+
+        Example:
+            >>> ledgers = Ledger(), Ledger()
+            >>> for ledger in ledgers:
+            ...     ledger.charge("scarce/forward", Work(flops=100))
+            >>> shares = [ledger.open_work() for ledger in ledgers]
+            >>> for own, ledger in enumerate(ledgers):
+            ...     ledger.add_open(shares, own)
+            ...     print(ledger.totals()["scarce/forward"].flops)
+            200
+            200
+        """
+        for share in (*shares[:own], *shares[own + 1 :]):
+            add_to(self._open, share.work.items())
+            add_to(self._totals, share.work.items())
+            self.charge_exact_equivalent(share.exact_equivalent)
+        unit = next((share.forward_flops for share in shares if share.forward_flops), None)
+        if unit is not None:
+            if self._file is None:  # no record has stated another one
+                self._forward_flops = unit
+            self.forward_flops = unit
 
     def end_step(self) -> None:
         """Closes one optimizer step."""

@@ -10,7 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 __all__ = [
     "ACCOUNTS",
+    "SKIPPED",
     "TIERS",
+    "TUNING",
     "UNLABELLED",
     "Account",
     "Work",
@@ -41,7 +43,8 @@ class Work:
         samples: Samples processed.
         tokens: Tokens processed.
         passes: Micro-batch passes: what ``per_gradient`` billing counts.
-        seconds: Wall-clock time. Information only: it takes no part in equality, hashes or prices.
+        seconds: Wall-clock time, of several processes together. Information only: it takes no part in equality, hashes
+            or prices.
 
     Raises:
         TypeError: A count is a float, a bool, or anything else that is not an integer.
@@ -190,16 +193,37 @@ ACCOUNTS: Mapping[str, Account] = {
     "fleet/prediction": Account("fleet", "fleet", "predicted gradients of micro-batches not computed exactly"),
     "fleet/control": Account("fleet", "fleet", "predicted gradients of micro-batches also computed exactly"),
     "fleet/probe": Account("fleet", "fleet", "predictions made for statistics alone"),
+    "fleet/tuning": Account("fleet", "fleet", "predictions of a learning-rate or batch-size finder"),
     "setup/checks": Account("setup", "scarce", "one-off checks: separability, capture"),
-    "transfer/weights": Account("transfer", "scarce", "weights sent to the fleet"),
+    "setup/tuning": Account("setup", "scarce", "exact work of a learning-rate or batch-size finder"),
+    "transfer/weights": Account("transfer", "scarce", "weights and micro-batches sent to the fleet"),
     "transfer/gradients": Account("transfer", "scarce", "gradients sent back by the fleet"),
     "waste/skipped_step": Account(
-        "waste", "scarce", "exact work of steps that were skipped: training_step returned None"
+        "waste", "scarce", "exact work of skipped steps: training_step returned None, or scaled gradients overflowed"
     ),
-    "waste/lost_prediction": Account("waste", "fleet", "predictions that arrived too late, never, or in lost steps"),
+    "waste/lost_prediction": Account("waste", "fleet", "predictions of skipped or lost steps"),
     "waste/lost_steps": Account("waste", "scarce", "steps computed after the checkpoint that a run resumed from"),
 }
 """Every account, by name. The tier is where its cost is shown, the hardware what its FLOPs are priced as."""
+
+SKIPPED: Mapping[str, str] = {
+    "scarce/forward": "waste/skipped_step",
+    "scarce/backward": "waste/skipped_step",
+    "fleet/prediction": "waste/lost_prediction",
+    "fleet/control": "waste/lost_prediction",
+    "fleet/probe": "waste/lost_prediction",
+}
+"""Where the work of an optimizer step goes that was skipped after all: see :meth:`Ledger.rebook`."""
+
+TUNING: Mapping[str, str] = {
+    "scarce/forward": "setup/tuning",
+    "scarce/backward": "setup/tuning",
+    "scarce/validation": "setup/tuning",
+    "fleet/prediction": "fleet/tuning",
+    "fleet/control": "fleet/tuning",
+    "fleet/probe": "fleet/tuning",
+}
+"""Where the work of a finder's steps goes, which train nothing."""
 
 TIERS: tuple[str, ...] = tuple(dict.fromkeys(account.tier for account in ACCOUNTS.values()))
 """The tiers, in the order they are shown."""

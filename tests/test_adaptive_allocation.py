@@ -55,13 +55,14 @@ class SaveAtBatchEnd(pl.Callback):
 
 
 class Run:
-    """One training of a perceptron on 32 samples a batch, 8 micro-batches of 4.
+    """One training of a perceptron on 32 samples a batch, in 8 micro-batches of 4 unless said.
 
     Args:
         directory: of the ledger.
         price: of a forward-equivalent on the fleet; backward and forward of two layers are 2.75 times that.
-        format: of the predictions.
+        format: of the predictions, or several to choose from.
         optimizer: of the module.
+        microbatches: n.
         variate: other settings of ``ControlVariate``.
         allocation: settings of ``AdaptiveAllocation``.
     """
@@ -70,8 +71,9 @@ class Run:
         self,
         directory: Path,
         price: float = 0.05,
-        format: str = "int4",
+        format: str | list[str] = "int4",
         optimizer: str = "adamw",
+        microbatches: int = N,
         variate: dict[str, Any] | None = None,
         **allocation: Any,
     ) -> None:
@@ -79,7 +81,7 @@ class Run:
         self.directory, self.rows = directory, Rows()
         self.module = Regression(optimizer=optimizer)
         self.ledger = ComputeLedger(prices=PriceBook(fleet_forward=price))
-        self.prediction = GradientPrediction(format=format, microbatches=N, exact=1, engine="eager")
+        self.prediction = GradientPrediction(format=format, microbatches=microbatches, exact=1, engine="eager")
         self.variate = ControlVariate(**(variate or {}))
         self.allocation = AdaptiveAllocation(**allocation)
         self.callbacks: list[pl.Callback] = [self.allocation, self.ledger, self.prediction, self.variate, self.rows]
@@ -136,37 +138,52 @@ def test_limits_are_kept(tmp_path: Path) -> None:
     assert set(run.column("exact_share")) == {0.125}
 
 
-def test_hopeless_predictions_go_off_at_once(tmp_path: Path) -> None:
-    """A prediction for the price of two exact gradients pays for nobody: one step shows the price."""
-    run = Run(tmp_path, price=2.0, probe_every=10).fit(60)
-    assert run.column("predicting") == [1.0] + [0.0] * 59
-    assert run.column("exact_share") == [1 / N] + [1.0] * 59
+def cost_without_checks(run: Run) -> float:
+    """Of the run, over what the same samples would have cost exactly."""
+    costs = run.ledger.ledger.costs(run.ledger.prices)
+    costs.pop("setup/checks")
+    return sum(costs.values()) / run.ledger.values()["ledger/exact_equivalent"]
+
+
+@pytest.mark.parametrize("price", [0.875, 2.0, 100.0])
+def test_hopeless_predictions_never_start(price: float, tmp_path: Path) -> None:
+    """Eight perfect predictions and an exact gradient would cost 8 w + 1 >= 8: the price tells before any of them."""
+    run = Run(tmp_path, price=price, probe_every=10).fit(60)
+    assert set(run.column("predicting")) == {0.0}
     (mark,) = run.marks()
-    assert mark.step == 1
-    assert mark.metrics["gpcv/predicting"] == 0
+    assert (mark.step, mark.metrics["gpcv/predicting"]) == (0, 0)
+    assert mark.metrics["gpcv/allocation_cost_ratio"] == pytest.approx(price)
     totals = run.ledger.ledger.totals()
-    # Probes at steps 20 and 40: a price of 2 doubles the 10 steps between them.
-    assert totals["fleet/probe"].passes == 4
-    assert totals["scarce/forward"].passes == 1 + 59 * N
-    cost, exact = run.ledger.ledger.cost(run.ledger.prices), run.ledger.values()["ledger/exact_equivalent"]
-    # The first step, 8 w + 1 instead of 8; four probes of w each; and the check of the first batch.
-    setup = run.ledger.ledger.costs(run.ledger.prices)["setup/checks"]
-    assert (cost - setup) / exact == pytest.approx((16 + 1 + 59 * 8 + 4 * 2) / (60 * 8), rel=1e-3)
-    assert (cost - setup) / exact < 1.04
+    assert not any(account.startswith("fleet/") for account in totals)
+    assert totals["scarce/forward"].passes == 60 * N
+    assert cost_without_checks(run) == pytest.approx(1, rel=1e-9)
+    assert run.ledger.ledger.cost(run.ledger.prices) < 1.03 * run.ledger.values()["ledger/exact_equivalent"]
+
+
+def test_what_does_not_pay_costs_little(tmp_path: Path) -> None:
+    """Dear enough for int4 not to pay, and not so dear that the price alone would tell."""
+    run = Run(tmp_path, price=0.85, probe_every=10).fit(150)
+    predicting = run.column("predicting")
+    off = predicting.index(0.0)
+    assert 10 < off < 50
+    assert not any(predicting[off:])
+    assert run.ledger.ledger.cost(run.ledger.prices) < 1.03 * run.ledger.values()["ledger/exact_equivalent"]
+    # Each no doubles the time to the next probe, from 10 steps to 80.
+    first = 10 * -(-off // 10)
+    probes = [step for step in range(off, 150) if step in (first, *range(first + 20 - first % 20, 40, 20), 40, 80)]
+    assert run.ledger.ledger.totals()["fleet/probe"].passes == 2 * len(probes)
 
 
 def test_predictions_that_do_not_pay_go_off_and_come_back(tmp_path: Path) -> None:
-    run = Run(tmp_path / "dear", price=0.95, format="int4", patience=5, probe_every=4).fit(60)
+    run = Run(tmp_path / "dear", price=0.85, format="int4", patience=5, probe_every=4).fit(60)
     predicting = run.column("predicting")
     off = predicting.index(0.0)
     assert 11 <= off <= 40
     assert not any(predicting[off:])  # probes agree: it stays off
     assert run.rows.rows[off - 1]["gpcv/relative_cost"] > 1
-    cost, exact = run.ledger.ledger.cost(run.ledger.prices), run.ledger.values()["ledger/exact_equivalent"]
-    setup = run.ledger.ledger.costs(run.ledger.prices)["setup/checks"]
     probes = run.ledger.ledger.totals()["fleet/probe"].passes
-    assert (cost - setup) / exact == pytest.approx(
-        (off * (8 * 0.95 + 1) + (60 - off) * 8 + probes * 0.95) / 480, rel=1e-3
+    assert cost_without_checks(run) == pytest.approx(
+        (off * (8 * 0.85 + 1) + (60 - off) * 8 + probes * 0.85) / 480, rel=1e-3
     )
     checkpoint = tmp_path / "off.ckpt"
     run.trainer.save_checkpoint(checkpoint)
@@ -210,7 +227,7 @@ def test_the_present_batch_has_no_say(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("price", "options"),
-    [(4.0, {"switch": False}), (0.05, {"fractional": True}), (0.95, {"patience": 4})],
+    [(4.0, {"switch": False}), (0.05, {"fractional": True}), (0.85, {"patience": 4})],
 )
 def test_resumed_is_uninterrupted(price: float, options: dict[str, Any], tmp_path: Path) -> None:
     settings: dict[str, Any] = {"price": price, "every": 5, "probe_every": 6, **options}
@@ -239,13 +256,21 @@ def test_the_documented_keys_are_the_logged_ones(tmp_path: Path) -> None:
     texts = (GradientPrediction.__doc__, ControlVariate.__doc__, AdaptiveAllocation.__doc__, report.__doc__)
     promised = {key for text in texts for key in re.findall(r"``(gpcv/\w+)``", text or "")}
     twice = promised - {"gpcv/coefficient", "gpcv/cosine", "gpcv/bias_z", "gpcv/loss", "gpcv/exact_share"}
-    twice -= {"gpcv/allocated_share", "gpcv/predicting"}
+    promised -= {"gpcv/format_index", "gpcv/between_share"}  # one format only
+    twice -= {"gpcv/allocated_share", "gpcv/predicting", "gpcv/format_index", "gpcv/between_share"}
     promised |= {key.replace("gpcv/", "gpcv/adam/") for key in twice}
     rows = Run(tmp_path).fit(26).rows.rows  # a value without a meaning yet is left out of its row
     logged = {key for row in rows for key in row if key.startswith("gpcv/")}
     assert logged <= promised
     # Where no mean gradient can be told from the noise of so few steps.
     assert promised - logged <= {f"gpcv/adam/{name}" for name in ("bias", "noise_scale", "noise_scale_samples")}
+
+
+def test_the_ledger_records_how_the_run_allocated(tmp_path: Path) -> None:
+    Run(tmp_path, every=7, patience=3).fit(2)
+    settings = read_ledger(tmp_path).header["settings"]
+    expected = {"floor": 0.01, "every": 7, "switch": True, "patience": 3, "margin": 0.1, "exact_without": None}
+    assert expected.items() <= settings["allocation"].items()
 
 
 def test_it_can_be_pickled_after_training(tmp_path: Path) -> None:

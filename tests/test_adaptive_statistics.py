@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_ledger.control_variate import Average, Layout, best_share, bias_z, relative_cost
+from lightning_ledger.control_variate import Average, Draw, Layout, Plan, best_share, bias_z, relative_cost
 from lightning_ledger.estimation import (
     Allocation,
     Centre,
@@ -44,7 +44,8 @@ def test_what_the_centre_misses_has_no_sampling_error(measured: bool) -> None:
                 known = known.add(torch.stack([x.square().sum() for x in scaled]).sum().reshape(1), 0.9)
             g, h = problem.draw(6, generator)
             control = torch.randperm(6, generator=generator)[:1].tolist()
-            centre = centre.after(layout, observation(layout, g, h, control, scale=8.0), LAM, metric)
+            centre, missed = centre.after(layout, observation(layout, g, h, control, scale=8.0), LAM, metric)
+            centre = centre.counted(missed)
         differences.append(float(centre.missed[measured].mean - known.mean))
         truths.append(float(known.mean))
     found, truth = torch.tensor(differences), sum(truths) / len(truths)
@@ -56,7 +57,7 @@ def test_what_the_centre_misses_has_no_sampling_error(measured: bool) -> None:
 def test_changing_k_keeps_one_estimate_of_the_residuals_variance() -> None:
     """With an allocation k = 2 leaves nothing behind that k = 1 would not renew."""
     problem, layout, generator = Problem.make(), layout_of(), torch.Generator().manual_seed(1)
-    correction = Correction(allocation=Allocation(0.5))
+    correction = Correction(allocation=Allocation("int8", 0.5))
     lam = correction.now(layout)
     for step in range(40):
         g, h = problem.draw(6, generator)
@@ -71,6 +72,11 @@ def evidence(delta: float, w: float, missed: float | None = None) -> Evidence:
     return Evidence(2.0, 2.0 * delta, 0.5 * delta, 2 * delta, w, None if missed is None else 2.0 * missed)
 
 
+def allocated(known: Evidence, n: int, floor: float, ceiling: float, fractional: Draw | None = None) -> Plan:
+    """The plan for one format."""
+    return allocate({"int8": known}, "int8", n, floor, ceiling, fractional)["int8"]
+
+
 @pytest.mark.parametrize("n", [2, 8, 64])
 @pytest.mark.parametrize("w", [0.01, 0.05, 0.5])
 @pytest.mark.parametrize("delta", [0.0, 0.002, 0.1, 0.5])
@@ -79,28 +85,42 @@ def test_whole_numbers_are_the_best_of_all(delta: float, w: float, n: int) -> No
         return (1 + delta * (n / k - 1)) * (w + k / n)
 
     best = min(range(1, max(2, n)), key=cost)
-    plan = allocate(evidence(delta, w), n, 0.001, 1.0)
+    plan = allocated(evidence(delta, w), n, 0.001, 1.0)
     assert plan.draw == "uniform"
     assert plan.relative_cost == pytest.approx(cost(best), rel=1e-12)
-    assert Allocation(plan.share).count(n) == best
+    assert Allocation("int8", plan.share).count(n) == best
 
 
 def test_limits_hold() -> None:
-    assert allocate(evidence(0.1, 0.05), 64, 0.25, 1.0).share == 16 / 64
-    assert allocate(evidence(0.5, 0.5), 64, 0.001, 0.125).share == 8 / 64
-    assert allocate(evidence(0.9, 5.0), 4, 0.001, 1.0).share == 3 / 4  # one is always left to predictions
+    assert allocated(evidence(0.1, 0.05), 64, 0.25, 1.0).share == 16 / 64
+    assert allocated(evidence(0.5, 0.5), 64, 0.001, 0.125).share == 8 / 64
+    assert allocated(evidence(0.9, 5.0), 4, 0.001, 1.0).share == 3 / 4  # one is always left to predictions
 
 
 def test_fewer_than_one_in_n_only_where_that_is_cheaper() -> None:
     # best share .0101 of 8: one in 12 batches, and R falls from .16 to near .07 if b leaves nothing
-    plan = allocate(evidence(0.002, 0.05, missed=0.0), 8, 1e-3, 1.0, "systematic")
+    plan = allocated(evidence(0.002, 0.05, missed=0.0), 8, 1e-3, 1.0, "systematic")
     assert (plan.draw, plan.share) == ("systematic", pytest.approx(best_share(0.002, 0.05)))
     assert plan.relative_cost == pytest.approx(relative_cost(0.002, 0.05))
     # A centre that leaves a mean residual as large as the predictions' own noise is no help.
-    assert allocate(evidence(0.002, 0.05, missed=1.0), 8, 1e-3, 1.0, "systematic").draw == "uniform"
+    assert allocated(evidence(0.002, 0.05, missed=1.0), 8, 1e-3, 1.0, "systematic").draw == "uniform"
     # Nothing known of the centre, or nobody asked for it.
-    assert allocate(evidence(0.002, 0.05), 8, 1e-3, 1.0, "systematic").draw == "uniform"
-    assert allocate(evidence(0.002, 0.05, missed=0.0), 8, 1e-3, 1.0).draw == "uniform"
+    assert allocated(evidence(0.002, 0.05), 8, 1e-3, 1.0, "systematic").draw == "uniform"
+    assert allocated(evidence(0.002, 0.05, missed=0.0), 8, 1e-3, 1.0).draw == "uniform"
+
+
+def test_of_several_formats_the_one_of_least_cost_but_not_for_a_trifle() -> None:
+    known = {"int8": evidence(0.002, 0.05), "int4": evidence(0.1, 0.025)}
+    plans = allocate(known, "int4", 64, 1e-3, 1.0)
+    assert list(plans) == ["int8", "int4"]
+    for name, plan in plans.items():
+        assert plan == allocated(known[name], 64, 1e-3, 1.0)._replace(name=name)
+    # At a price that makes int8 a little dearer than int4, each stays where it is in use.
+    even = {"int8": evidence(0.002, 0.175), "int4": evidence(0.1, 0.025)}
+    costs = {name: plan.relative_cost for name, plan in allocate(even, "int4", 64, 1e-3, 1.0).items()}
+    assert 0.95 < costs["int8"] / costs["int4"] < 1.05
+    for active in even:
+        assert next(iter(allocate(even, active, 64, 1e-3, 1.0))) == active
 
 
 def drift(corrected: bool, format: str, steps: int) -> float:

@@ -22,7 +22,7 @@ from lightning_ledger.estimation import (
 )
 from lightning_ledger.ledger import Ledger
 from lightning_ledger.microbatches import TokenWeights
-from lightning_ledger.precision import Lowering
+from lightning_ledger.precision import Lowering, derive_seed
 from lightning_ledger.predictors import EagerPredictor
 from tests.lightning_runs import IGNORED, TokenModel, exact_gradient, flat, relative_error, token_batch
 
@@ -83,7 +83,7 @@ class Step:
     def predicted(self) -> list[Tensor]:
         """Each h_i, predicted by itself."""
         predictor = EagerPredictor(self.module, Lowering("int4", "nearest"))
-        predictor.refresh(dict(self.module.named_parameters()), estimator.derive_seed(3, 0))
+        predictor.refresh(dict(self.module.named_parameters()), derive_seed(3, 0))
         found = [predictor.predict(part, s, 0) for part, s in zip(self.parts, SEEDS, strict=True)]
         return [flat(self.module, prediction[1]) for prediction in found if prediction is not None]
 
@@ -101,14 +101,14 @@ def bernoulli(step: Step, q: float, monkeypatch: pytest.MonkeyPatch) -> Iterator
     for k in range(N + 1):
         for control in itertools.combinations(range(N), k):
             monkeypatch.setattr(estimator, "draw_bernoulli", lambda n, share, generator, forced=control: forced)
-            yield q**k * (1 - q) ** (N - k), step.estimate(Allocation(q, "bernoulli"))
+            yield q**k * (1 - q) ** (N - k), step.estimate(Allocation("int4", q, "bernoulli"))
 
 
 def systematic(step: Step, q: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[float, Tensor]]:
     edges = sorted({0.0, 1.0} | {-i * q % 1.0 for i in range(N + 1)})
     for low, high in itertools.pairwise(edges):
         step.state.phase = (low + high) / 2
-        yield high - low, step.estimate(Allocation(q, "systematic"))
+        yield high - low, step.estimate(Allocation("int4", q, "systematic"))
         assert step.state.phase == pytest.approx(((low + high) / 2 + N * q) % 1.0)
 
 
@@ -131,7 +131,7 @@ def test_the_mean_over_all_draws_is_the_full_batch_gradient(
 def test_an_empty_draw_leaves_predictions_and_centre(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(weights, centred=True)
     monkeypatch.setattr(estimator, "draw_bernoulli", lambda n, share, generator: ())
-    found = step.estimate(Allocation(0.1, "bernoulli"), scale=64.0)
+    found = step.estimate(Allocation("int4", 0.1, "bernoulli"), scale=64.0)
     assert step.centre is not None
     b = flat(step.module, step.centre.mean)  # a mean of n w_i (g_i - lam h_i): sum_i w_i b = b / n sum_i n w_i / sum w
     assert relative_error(found, 64 * (LAM * step.weighted(step.predicted()) + b)) < RELATIVE
@@ -144,7 +144,7 @@ def test_the_centre_is_the_mean_residual_of_earlier_steps(monkeypatch: pytest.Mo
     expected = torch.zeros_like(g[0])
     for count, control in enumerate([(1,), (), (0, 2), (3,), (1,), (2,), (3,)]):
         monkeypatch.setattr(estimator, "draw_bernoulli", lambda n, share, generator, forced=control: forced)
-        step.estimate(Allocation(0.2, "bernoulli"), scale=8.0)
+        step.estimate(Allocation("int4", 0.2, "bernoulli"), scale=8.0)
         step.centre = step.correction.centre
         if control:
             residual = sum(N * step.shares[i] * (g[i] - LAM * h[i]) for i in control) / len(control)
@@ -162,7 +162,7 @@ def test_without_predictions_the_estimate_is_the_mean_over_c(k: int, monkeypatch
     estimates = []
     for control in itertools.combinations(range(N), k):
         monkeypatch.setattr(estimator, "draw_control", lambda n, k, generator, forced=control: forced)
-        estimates.append(step.estimate(Allocation(k / N, predicting=False)))
+        estimates.append(step.estimate(Allocation("int4", k / N, predicting=False)))
     truth = step.weighted(step.exact())
     assert relative_error(torch.stack(estimates).mean(0), truth) < RELATIVE
     assert not any(account.startswith("fleet/") for account in step.ledger.totals())
@@ -170,7 +170,7 @@ def test_without_predictions_the_estimate_is_the_mean_over_c(k: int, monkeypatch
 
 def test_a_probe_changes_nothing_but_what_is_known() -> None:
     step = Step("sum")
-    without, probed = Allocation(1.0, predicting=False, probe_every=5), Allocation(1.0, predicting=False, probe_every=1)
+    without, probed = (Allocation("int4", 1.0, predicting=False, probe_every=every) for every in (5, 1))
     step.state.steps = 3
     plain = step.estimate(without)
     assert "fleet/probe" not in step.ledger.totals()

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_ledger.strategies import PredictedGradients
@@ -25,9 +26,16 @@ def predicting_strategy(trainer: pl.Trainer, callback: pl.Callback) -> Predicted
     raise MisconfigurationException(
         f"{type(callback).__name__} needs a strategy that predicts gradients, but the Trainer runs "
         f"{type(strategy).__name__}, which would train on exact gradients as if the callback were not there. Pass "
-        "Trainer(strategy=PredictedGradientStrategy()), or in YAML `strategy: {class_path: "
-        "lightning_ledger.strategies.PredictedGradientStrategy}`. Only ComputeLedger works under any strategy."
+        f"Trainer(strategy={_counterpart(strategy)}()), or in YAML `strategy: {{class_path: "
+        f"lightning_ledger.strategies.{_counterpart(strategy)}}}`. Only ComputeLedger works under any strategy."
     )
+
+
+def _counterpart(strategy: Strategy) -> str:
+    """Ours that does what this one does, as nearly as there is one: DeepSpeed, for one, hides ``.grad`` from all."""
+    if isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):
+        return "PredictedGradientFSDPStrategy"
+    return "PredictedGradientDDPStrategy" if isinstance(strategy, ParallelStrategy) else "PredictedGradientStrategy"
 
 
 def log_values(module: pl.LightningModule, values: Mapping[str, float]) -> None:

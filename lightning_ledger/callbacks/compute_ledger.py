@@ -11,15 +11,19 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ledger.callbacks.common import log_values, update_wandb_config, wandb_runs
 from lightning_ledger.callbacks.meter import StepMeter
 from lightning_ledger.callbacks.run_settings import run_settings
+from lightning_ledger.callbacks.tuning import Tuning
+from lightning_ledger.estimation.ranks import Ranks
 from lightning_ledger.flops import UncountedWarning
 from lightning_ledger.ledger import Ledger, by_tier
 from lightning_ledger.microbatches import TokenWeights
 from lightning_ledger.prices import PriceBook
 from lightning_ledger.strategies import PredictedGradients
+from lightning_ledger.work import SKIPPED
 
 PACKAGES = ("lightning-ledger", "lightning", "torch", "torchmetrics", "wandb", "jsonargparse")
 
@@ -41,6 +45,8 @@ class ComputeLedger(pl.Callback):
     ``ledger/exact_equivalent``     what the samples trained on would have cost exactly
     ``ledger/saving``               1 - (total - validation) / exact_equivalent
     ==============================  ================================================================================
+
+    Of several processes the first one writes and logs; its totals are the sums over all of them, seconds too.
 
     With a ``WandbLogger``, ``ledger/total`` becomes the x-axis of the validation metrics.
 
@@ -78,9 +84,13 @@ class ComputeLedger(pl.Callback):
         self._trainer: pl.Trainer | None = None
         self._foreign = True
         self._stepped = 0
+        self._loss_scale = 0.0
+        self._starting = False  # between set-up and the first batch, when a finder may run
+        self._tuning: Tuning | None = None
         self._pending: tuple[pl.LightningModule, Any] | None = None  # the batch in training, until it is charged
         self._warn_uncounted = UncountedWarning()
         self._known_metrics: set[str] = set()
+        self._ranks = Ranks()
 
     # ---------------------------------------------------------------------------------------------------------- set-up
 
@@ -94,10 +104,17 @@ class ComputeLedger(pl.Callback):
             )
         self.prices.warn_if_stale()
         self._trainer = trainer
+        self._ranks = Ranks.of(trainer.strategy)
+        if self._ranks.size < trainer.world_size:
+            rank_zero_warn(
+                f"{type(trainer.strategy).__name__} runs {trainer.world_size} processes without torch.distributed: the "
+                "ledger counts the work of the first one only."
+            )
         self._foreign = not isinstance(trainer.strategy, PredictedGradients)
         if isinstance(trainer.strategy, PredictedGradients):
             trainer.strategy.charge_to(self.ledger, self.prices, self.microbatch_samples)
         self._meter = StepMeter(self.ledger, self._warn_uncounted, self._tokens)
+        self._starting, self._tuning = stage == "fit", None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the file; a checkpoint was loaded by now, if there is one."""
@@ -113,13 +130,27 @@ class ComputeLedger(pl.Callback):
                     "settings": run_settings(trainer),
                 },
             )
+        if self._ranks.size > 1:  # the first may have found lost steps in its file
+            state, *_ = self._ranks.gather(self.ledger.state_dict())
+            if self._ranks.rank:
+                self.ledger.load_state_dict(state)
         update_wandb_config(trainer, {"ledger/prices": self.prices.to_dict(), "ledger/versions": versions})
         for run in wandb_runs(trainer):
             run.define_metric("ledger/total")
 
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """No finder runs any more."""
+        self._start()
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Loops are restored by now."""
-        self._stepped = trainer.global_step
+        self._start()
+        self._stepped, self._loss_scale = trainer.global_step, _loss_scale(trainer)
+
+    def _start(self) -> None:
+        if self._tuning is not None:
+            self._tuning.end()
+        self._starting, self._tuning = False, None
 
     def _directory(self, trainer: pl.Trainer) -> Path:
         if self.dirpath is not None:
@@ -170,7 +201,22 @@ class ComputeLedger(pl.Callback):
         # A real optimizer step, whatever the accumulation; several optimizers stepping in one batch are one.
         if trainer.global_step != self._stepped:
             self._stepped = trainer.global_step
+            self._add_open()
+            before, self._loss_scale = self._loss_scale, _loss_scale(trainer)
+            if self._loss_scale < before:  # AMP's answer to gradients that overflowed: it did not step
+                self.ledger.rebook(SKIPPED)
             self.ledger.end_step()
+
+    def _add_open(self) -> None:
+        """Make the open work that of all processes: a collective."""
+        if self._ranks.size > 1:
+            self.ledger.add_open(self._ranks.gather(self.ledger.open_work()), self._ranks.rank)
+
+    def _settle(self) -> None:
+        """The same between steps, where nobody may add it a second time."""
+        if self._ranks.size > 1:
+            self._add_open()
+            self.ledger.flush()
 
     def values(self) -> dict[str, float]:
         """The ``ledger/*`` values as logged."""
@@ -221,6 +267,7 @@ class ComputeLedger(pl.Callback):
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put ``ledger/total`` into the row of the validation metrics."""
+        self._settle()
         values = self.values()
         if values and trainer.state.fn == "fit" and not trainer.sanity_checking:
             # On the module's device, where Lightning reduces it; MPS knows no double precision.
@@ -249,6 +296,10 @@ class ComputeLedger(pl.Callback):
 
     # ---------------------------------------------------------------------------------------------------- end and state
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Add up what no step closed."""
+        self._settle()
+
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let go of a batch that on_train_batch_start skipped."""
         self._pending = None
@@ -269,16 +320,32 @@ class ComputeLedger(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger: totals and steps, with each batch that Lightning will not run again, whichever callback saves."""
+        if self._starting and self._trainer is not None:
+            self._start()
+            state = self.ledger.state_dict()
+            meter = self._meter if self._foreign else None
+            self._starting, self._tuning = True, Tuning(self._trainer, self.ledger, meter)
+            return state
         if self._trainer is not None and self._trainer.training:
             progress = self._trainer.fit_loop.epoch_loop.batch_progress.state_dict()["current"]
             if self._pending is not None and progress["processed"] == progress["ready"]:
                 self._charge_batch(*self._pending)
             self._close_step(self._trainer)
+            self._settle()
         return self.ledger.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the totals of the checkpoint."""
+        """Continue the totals of the checkpoint; those of a finder's own checkpoint are here already."""
+        if self._tuning is not None:
+            self._tuning.end()
+            self._tuning = None
+            return
         self.ledger.load_state_dict(state_dict)
+
+
+def _loss_scale(trainer: pl.Trainer) -> float:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return 0.0 if scaler is None else float(scaler.get_scale())
 
 
 def _version(package: str) -> str | None:

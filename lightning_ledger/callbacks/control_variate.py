@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities import move_data_to_device
 
 from lightning_ledger.callbacks.common import checked_state, log_values, predicting_strategy
 from lightning_ledger.control_variate import Scope, Statistics
 from lightning_ledger.estimation import Centre, Correction
+from lightning_ledger.estimation.ranks import Ranks
 
 
 class ControlVariate(pl.Callback):
@@ -55,6 +58,7 @@ class ControlVariate(pl.Callback):
         number = None if isinstance(coefficient, str) else float(coefficient)
         self.correction = Correction(number, scope, decay, observe_every)
         self._module: weakref.ref[pl.LightningModule] | None = None
+        self._ranks = Ranks()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: everything but the reference to the module."""
@@ -63,12 +67,15 @@ class ControlVariate(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Configure the strategy."""
         if stage == "fit":
-            if self._module is not None and self._module() is not pl_module:  # another module, another run
-                c = self.correction
+            c, other = self.correction, self._module is not None and self._module() is not pl_module
+            # Another module is another run; and of several formats it is not known yet whose statistics are needed.
+            if other or c.others or c.between:
                 self.correction = Correction(c.coefficient, c.scope, c.decay, c.observe_every)
             self.correction.allocation = self.correction.centre = None  # AdaptiveAllocation sets them later
             self._module = weakref.ref(pl_module)
-            predicting_strategy(trainer, self).correct_with(self.correction)
+            strategy = predicting_strategy(trainer, self)
+            self._ranks = strategy.ranks
+            strategy.correct_with(self.correction)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Automatic optimization has one optimizer: its metric is what its updates are scaled by."""
@@ -85,23 +92,49 @@ class ControlVariate(pl.Callback):
         log_values(pl_module, predicting_strategy(trainer, self).statistics_values)
 
     def state_dict(self) -> dict[str, Any]:
-        """The statistics, in both metrics, the centre of fractional draws, and the last cost ratios."""
+        """The statistics of every format, in both metrics, the last cost ratios, and the centre of fractional draws.
+
+        Every process has residuals and a centre of its own: they are gathered, as one of them writes the checkpoint.
+        """
         c = self.correction
-        return {
-            "kind": self.KIND,
-            "schema": self.SCHEMA,
-            "statistics": None if c.statistics is None else c.statistics.state_dict(),
-            "adam": None if c.adam is None else c.adam.state_dict(),
+        own: dict[str, Any] = {
+            **_state_of(c),
             "centre": None if c.centre is None else c.centre.state_dict(),
-            "cost_ratios": list(c.cost_ratios),
+            "others": {name: _state_of(other) for name, other in c.others.items()},
+            "between": None if c.between is None else _state_of(c.between),
         }
+        ranks = {} if self._ranks.size == 1 else {"ranks": self._ranks.gather(move_data_to_device(own, "cpu"))}
+        return {"kind": self.KIND, "schema": self.SCHEMA, **own, **ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the statistics of the checkpoint; one of an earlier version has the first of them only."""
         state, c = checked_state(state_dict, self.KIND, self.SCHEMA), self.correction
-        statistics, adam, centre = (state.get(name) for name in ("statistics", "adam", "centre"))
-        c.statistics = None if statistics is None else Statistics.from_state_dict(statistics)
-        c.adam = None if adam is None else Statistics.from_state_dict(adam)
+        if saved := state.get("ranks"):  # of more processes, the new ones begin with the residuals of the first
+            state = saved[self._ranks.rank if self._ranks.rank < len(saved) else 0]
+        centre = state.get("centre")
+        _restore(c, state)
         c.centre = None if centre is None else Centre.from_state_dict(centre)
-        now, at_one = state.get("cost_ratios", (0.0, 0.0))
-        c.cost_ratios = now, at_one
+        for name, of_format in state.get("others", {}).items():
+            c.others[name] = Correction(c.coefficient, c.scope, c.decay, c.observe_every)
+            _restore(c.others[name], of_format)
+        if state.get("between") is not None:
+            c.between = Correction(1.0, c.scope, c.decay)
+            _restore(c.between, state["between"])
+
+
+def _state_of(correction: Correction) -> dict[str, Any]:
+    """What is known of one format."""
+    statistics, adam = correction.statistics, correction.adam
+    return {
+        "statistics": None if statistics is None else statistics.state_dict(),
+        "adam": None if adam is None else adam.state_dict(),
+        "cost_ratios": list(correction.cost_ratios),
+    }
+
+
+def _restore(correction: Correction, state: Mapping[str, Any]) -> None:
+    statistics, adam = state.get("statistics"), state.get("adam")
+    correction.statistics = None if statistics is None else Statistics.from_state_dict(statistics)
+    correction.adam = None if adam is None else Statistics.from_state_dict(adam)
+    now, at_one = state.get("cost_ratios", (0.0, 0.0))
+    correction.cost_ratios = now, at_one

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ledger.callbacks.common import (
     checked_state,
@@ -17,8 +18,10 @@ from lightning_ledger.callbacks.common import (
 )
 from lightning_ledger.control_variate import Statistics
 from lightning_ledger.estimation import PredictionSettings, PredictionState
+from lightning_ledger.estimation.ranks import Ranks
+from lightning_ledger.fleet import FleetSettings, fleet_settings
 from lightning_ledger.microbatches import WeightSpec
-from lightning_ledger.precision import parse_formats
+from lightning_ledger.precision import derive_seed, parse_formats
 from lightning_ledger.predictors import ENGINES, Engine
 
 
@@ -35,6 +38,7 @@ class GradientPrediction(pl.Callback):
     Args:
         format: number format of the predictions' matrix products: see ``lightning_ledger.precision.FORMATS``. Products
             can be set apart: ``"int8:grad_weight=bf16,attention=bf16"``; the others are ``output`` and ``grad_input``.
+            Of a list of formats, ``AdaptiveAllocation`` chooses; training begins with the first.
         rounding: ``"nearest"``, or ``"stochastic"``: unbiased rounding, where the hardware has it.
         rotation: rotate operands by a random Hadamard matrix before rounding, which spreads outliers.
         keep: globs of layers that stay in high precision, such as ``["head", "blocks.0"]``.
@@ -52,6 +56,8 @@ class GradientPrediction(pl.Callback):
         split_fn: ``(batch, n) -> micro-batches``, for batches that cannot be split leaf by leaf.
         check_separable: compare, on the first batch, the loss of larger and smaller pieces, and refuse if they differ.
         allow_batchnorm: train BatchNorm in training mode all the same, each micro-batch normalised by itself.
+        fleet: where predictions run: ``"in_process"``; ``"ray"``, on the workers of a Ray cluster; ``"simulated"``, in
+            process and on a virtual clock; or one of these with settings, ``RaySettings(workers=4)``.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -65,7 +71,7 @@ class GradientPrediction(pl.Callback):
 
     def __init__(
         self,
-        format: str = "int8",
+        format: list[str] | str = "int8",
         rounding: Literal["nearest", "stochastic"] = "nearest",
         rotation: bool = False,
         keep: Sequence[str] = (),
@@ -78,26 +84,32 @@ class GradientPrediction(pl.Callback):
         split_fn: Callable[[Any, int], Sequence[Any]] | None = None,
         check_separable: bool = True,
         allow_batchnorm: bool = False,
+        fleet: FleetSettings | Literal["in_process", "ray", "simulated"] = "in_process",
     ) -> None:
-        parse_formats(format)
+        formats = [format] if isinstance(format, str) else list(format)
+        if not formats or len(set(formats)) < len(formats):
+            raise ValueError(f"format={format!r} must be a format, or a list of different ones.")
+        for name in formats:
+            parse_formats(name)
         if engine not in ENGINES:
             raise ValueError(f"engine={engine!r} is unknown: pass one of {', '.join(map(repr, ENGINES))}.")
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding={rounding!r} is unknown: pass 'nearest' or 'stochastic'.")
-        for name, value, least in (
+        for argument, value, least in (
             ("microbatches", microbatches, 1),
             ("exact", exact, 0),
             ("refresh_every", refresh_every, 1),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
+                raise ValueError(f"{argument}={value!r} must be an integer of at least {least}.")
         if exact > microbatches:
             raise ValueError(
                 f"exact={exact} is more than microbatches={microbatches}: only micro-batches of the batch can be "
                 "exact. Raise microbatches, or set exact=microbatches for exact training."
             )
         self.prediction = PredictionSettings(
-            format=format,
+            format=formats[0],
+            others=tuple(formats[1:]),
             rounding=rounding,
             rotation=rotation,
             keep=tuple(keep),
@@ -110,9 +122,11 @@ class GradientPrediction(pl.Callback):
             split_fn=split_fn,
             check_separable=check_separable,
             allow_batchnorm=allow_batchnorm,
+            fleet=fleet_settings(fleet),
         )
         self.state = PredictionState(torch.Generator().manual_seed(seed))
         self._module: weakref.ref[pl.LightningModule] | None = None
+        self._ranks = Ranks()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: everything but the reference to the module."""
@@ -121,25 +135,29 @@ class GradientPrediction(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Configure the strategy."""
         if stage == "fit":
-            if self._module is not None and self._module() is not pl_module:  # another module, another run
-                self.state = PredictionState(torch.Generator().manual_seed(self.prediction.seed))
+            strategy = predicting_strategy(trainer, self)
+            ranks = self._ranks = strategy.ranks
+            new = ranks.rank > 0 if self._module is None else self._module() is not pl_module
+            if new:  # another module, another run; and every process draws for itself
+                self.state = PredictionState(torch.Generator().manual_seed(ranks.seed(self.prediction.seed)))
             self._module = weakref.ref(pl_module)
             self.state.checked = False  # data and loss may be others; a checkpoint, loaded later, may say better
-            predicting_strategy(trainer, self).predict_with(self.prediction, self.state)
+            strategy.predict_with(self.prediction, self.state)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell W&B what is predicted."""
         p = self.prediction
-        formats = parse_formats(p.format).distinct
+        kinds = dict.fromkeys(kind for name in p.formats for kind in parse_formats(name).distinct)
         update_wandb_config(
             trainer,
             {
-                "gpcv/format": p.format,
-                "gpcv/format_kind": "; ".join(f.describe(trainer.strategy.root_device) for f in formats),
+                "gpcv/format": ", ".join(p.formats),
+                "gpcv/format_kind": "; ".join(f.describe(trainer.strategy.root_device) for f in kinds),
                 "gpcv/rounding": p.rounding,
                 "gpcv/rotation": p.rotation,
                 "gpcv/keep": list(p.keep),
                 "gpcv/engine": p.engine,
+                "gpcv/fleet": repr(p.fleet),
                 "gpcv/microbatches": p.microbatches,
                 "gpcv/exact": p.exact,
                 "gpcv/refresh_every": p.refresh_every,
@@ -148,6 +166,18 @@ class GradientPrediction(pl.Callback):
             },
         )
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Name what a resumed run does not train any more."""
+        trained = {p for optimizer in trainer.optimizers for p, state in optimizer.state.items() if state}
+        frozen = [name for name, p in pl_module.named_parameters() if p in trained and not p.requires_grad]
+        if frozen:
+            rank_zero_warn(
+                f"{', '.join(frozen[:5])}{' ...' if len(frozen) > 5 else ''} are frozen, and the optimizer holds state "
+                "of an earlier training of them. They are not trained, and not predicted: Lightning's BaseFinetuning "
+                "freezes its layers anew when a run is resumed. If they should be trained, unfreeze them in "
+                "on_train_start."
+            )
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -155,28 +185,47 @@ class GradientPrediction(pl.Callback):
         log_values(pl_module, predicting_strategy(trainer, self).loss_values)
 
     def state_dict(self) -> dict[str, Any]:
-        """The private generator, all counts, where systematic draws stand, and stale weights if there are any."""
+        """The private generator, all counts, where systematic draws stand, and stale weights if there are any.
+
+        What every process has for itself is gathered: a checkpoint is written by one of them.
+        """
         state = self.state
+        own = {
+            "generator": state.generator.get_state(),
+            "phase": state.phase,
+            "uses": {name: dict(uses) for name, uses in state.uses.items()},
+        }
+        ranks = {} if self._ranks.size == 1 else {"ranks": self._ranks.gather(own)}
         return {
             "kind": self.KIND,
             "schema": self.SCHEMA,
-            "generator": state.generator.get_state(),
+            **own,
+            **ranks,
             "steps": state.steps,
             "checked": state.checked,
             "weights": None if state.weights is None else dict(state.weights),
-            "phase": state.phase,
-            "uses": dict(state.uses),
+            "weights_at": state.weights_at,
             "mixed": None if state.mixed is None else state.mixed.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where the checkpoint was."""
         state = checked_state(state_dict, self.KIND, self.SCHEMA)
-        self.state.generator.set_state(state["generator"].cpu())
+        saved = state.get("ranks", [state])
+        if self._ranks.rank < len(saved):
+            own = saved[self._ranks.rank]
+            self.state.generator.set_state(own["generator"].cpu())
+        else:  # of more processes, the new ones begin a stream
+            own = {"uses": saved[0].get("uses", {})}
+            self.state.generator.manual_seed(self._ranks.seed(derive_seed(self.prediction.seed, state["steps"])))
         self.state.steps, self.state.checked = state["steps"], state["checked"]
         weights = state["weights"]
         self.state.weights = None if weights is None else {n: w.requires_grad_() for n, w in weights.items()}
+        self.state.weights_at = state.get("weights_at", state["steps"] - state["steps"] % self.prediction.refresh_every)
         mixed = state.get("mixed")
-        self.state.phase = state.get("phase")
-        self.state.uses = dict(state.get("uses", {}))
+        self.state.phase = own.get("phase")
+        uses = own.get("uses", {})
+        if not all(isinstance(counts, dict) for counts in uses.values()):  # of an earlier version: of one format
+            uses = {self.prediction.format: uses}
+        self.state.uses = {name: dict(counts) for name, counts in uses.items()}
         self.state.mixed = None if mixed is None else Statistics.from_state_dict(mixed)

@@ -18,11 +18,14 @@ def run_settings(trainer: pl.Trainer) -> dict[str, Any]:
         trainer: of the run.
 
     Returns:
-        ``prediction`` and ``correction`` (None without), ``optimizers`` (class, and the learning rate of each group
-        before any schedule), ``accumulate_grad_batches``, ``precision``.
+        ``prediction``, ``correction`` and ``allocation`` (None without), ``optimizers`` (class, and the learning rate
+        of each group before any schedule), ``accumulate_grad_batches``, ``precision``.
     """
+    from lightning_ledger.callbacks.adaptive_allocation import AdaptiveAllocation  # which itself needs the ledger
+
     prediction: dict[str, Any] | None = None
     correction: dict[str, Any] | None = None
+    allocation: dict[str, Any] | None = None
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientPrediction):
             p = callback.prediction
@@ -31,6 +34,8 @@ def run_settings(trainer: pl.Trainer) -> dict[str, Any]:
             c = callback.correction
             coefficient = "optimal" if c.coefficient is None else c.coefficient
             correction = {"coefficient": coefficient, "scope": c.scope, "decay": c.decay}
+        elif isinstance(callback, AdaptiveAllocation):
+            allocation = callback.settings
     optimizers = [
         {
             "class": type(optimizer).__qualname__,
@@ -41,6 +46,7 @@ def run_settings(trainer: pl.Trainer) -> dict[str, Any]:
     return {
         "prediction": prediction,
         "correction": correction,
+        "allocation": allocation,
         "optimizers": optimizers,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "precision": str(trainer.precision),

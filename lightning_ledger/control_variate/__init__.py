@@ -58,7 +58,15 @@ from lightning_ledger.control_variate.multilevel import (
 )
 from lightning_ledger.control_variate.plans import Candidate, Plan, best_plan, plans
 from lightning_ledger.control_variate.reporting import report
-from lightning_ledger.control_variate.statistics import Average, Observation, Statistics, observe
+from lightning_ledger.control_variate.statistics import (
+    Average,
+    Observation,
+    Statistics,
+    fold,
+    measure,
+    measured_sizes,
+    observe,
+)
 from lightning_ledger.control_variate.switching import Switch, watch
 
 __all__ = [
@@ -87,8 +95,11 @@ __all__ = [
     "effective_batch",
     "estimate_loss",
     "estimate_variance",
+    "fold",
     "level_costs",
     "mean_gradient_square",
+    "measure",
+    "measured_sizes",
     "multilevel_coefficients",
     "multilevel_relative_cost",
     "multilevel_shares",

@@ -56,7 +56,7 @@ class Observation:
         exact: (n/k) sum over C of w_i g_i, times ``loss_scale``.
         control: sum over C of w_i h_i.
         rest: sum outside C of w_i h_i.
-        squared_norms: [n, L] squared norm of each n w_i h_i.
+        squared_norms: [n, L] squared norm of each n w_i h_i; [n, 0] if they are not known.
         residuals: [k, m] n w_i (g_i - h_i) on the sampled coordinates, for each i in C.
         loss_scale: what the loss was multiplied by before its backward pass (AMP, accumulation).
     """
@@ -165,7 +165,7 @@ def observe(
 ) -> Statistics:
     """Fold one step's gradients into the running averages.
 
-        H            sum_i ||h_i - mean h||^2 / (n - 1); in a metric k (n-k)/n ||control - rest||^2
+        H            sum_i ||h_i - mean h||^2 / (n - 1); in a metric, or without norms, k (n-k)/n ||control - rest||^2
         tr Cov(e,h)  k <exact - control, control - rest>     (same expectation as with exact alone, far less noise)
         tr Cov(e)    k = 1: ||e_t||^2 - <e_t, e_{t-1}> over successive steps; k > 1: within the step
         ||mean e||^2 k = 1: <e_t, e_{t-1}>; k > 1: mean of <e_i, e_j> over pairs i != j of the step
@@ -186,6 +186,34 @@ def observe(
     Returns:
         The state after this step; unchanged if a gradient was not finite.
     """
+    return fold(statistics, *measure(statistics, layout, seen, coefficient, metric), coefficient)
+
+
+def measured_sizes(layers: int) -> dict[str, int]:
+    """The lengths of all that :func:`measure` can measure, by name, for L layers."""
+    return {**dict.fromkeys(_LAYER_AVERAGES, layers), "drift": PROJECTIONS}
+
+
+def measure(
+    statistics: Statistics,
+    layout: Layout,
+    seen: Observation,
+    coefficient: Tensor,
+    metric: Tensor | None = None,
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The first half of :func:`observe`: what one step alone says of every average.
+
+    Args:
+        statistics: the state before this step.
+        layout: names, layers and sampled coordinates.
+        seen: this step's gradients.
+        coefficient: [L] the lam this step was estimated with.
+        metric: [m] d on the sampled coordinates.
+
+    Returns:
+        The values by name, and [m] the mean residual on the sampled coordinates; ``({}, None)`` if a gradient was not
+        finite. Each value has the same expectation whoever measures it, so that processes may average theirs.
+    """
     n, k = len(seen.squared_norms), len(seen.residuals)
     sums = (seen.exact, seen.control, seen.rest)
     # From here on: g, a, b are the means of the exact gradients over C, the predictions over C and those outside it.
@@ -201,7 +229,7 @@ def observe(
 
     spread = aa - 2 * ab + bb
     values["h_spread"] = k * (n - k) / n * spread
-    if metric is None:
+    if metric is None and seen.squared_norms.shape[1]:
         mean_square = (k * k * aa + 2 * k * (n - k) * ab + (n - k) ** 2 * bb) / n**2
         values["h_variance"] = (seen.squared_norms.double().sum(0) - n * mean_square) / (n - 1)
     else:
@@ -222,10 +250,30 @@ def observe(
         values["lagged"] = k * layout.inner(residual, statistics.previous.to(residual) * inverse)
         values.setdefault("mean_residual", values["lagged"])
     if not all(v.isfinite().all() for v in values.values()):
-        return replace(statistics, previous=None)
+        return {}, None
 
     on_sample = n / (n - k) * layout.sample(seen.rest) - n / k * layout.sample(seen.control)
-    drift = (layout.signs @ (step.to(on_sample)[layout.coordinate_layer] * inverse * on_sample)).cpu().double()
+    values["drift"] = layout.signs @ (step.to(on_sample)[layout.coordinate_layer] * inverse * on_sample)
+    return values, mean_residual.detach().clone()
+
+
+def fold(
+    statistics: Statistics, values: Mapping[str, Tensor], residual: Tensor | None, coefficient: Tensor
+) -> Statistics:
+    """The second half of :func:`observe`: the state after these values.
+
+    Args:
+        statistics: the state before this step.
+        values: by name, from :func:`measure`, or their means over processes that each measured their own.
+        residual: [m] of this process; None if it measured nothing.
+        coefficient: [L] the lam of this step.
+
+    Returns:
+        The state after this step; without values it only forgets the last residual.
+    """
+    if not values:
+        return replace(statistics, previous=residual)
+    drift = values["drift"].cpu().double()
     slow = 1 - (1 - statistics.decay) / 5  # a small bias shows only over many steps
     return replace(
         statistics,
@@ -234,7 +282,7 @@ def observe(
             name: average.add(values[name], statistics.decay) if name in values else average
             for name, average in statistics.averages.items()
         },
-        previous=mean_residual.detach().clone(),
+        previous=residual,
         drift=_add_with_products(statistics.drift, drift, slow),
         ratio=_observe_ratio(statistics, values, coefficient),
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from lightning_ledger.control_variate import Coefficients
 from lightning_ledger.estimation.centre import Centre
 from lightning_ledger.estimation.exact import ExactPasses
-from lightning_ledger.fleet import Predictions
+from lightning_ledger.fleet import Fleet, Predictions
 from lightning_ledger.microbatches import MicroBatch
 
 
@@ -20,16 +22,24 @@ class Drawn:
     Attributes:
         control: C, as indices.
         seeds: one for each micro-batch.
+        format: of the predictions.
         share: q, if each micro-batch was drawn with this probability.
         predicting: whether there are predictions.
-        probe: without predictions, two micro-batches to try them on; the first of them is exact.
+        probe: two micro-batches to try other predictions on; the first of them is exact.
+        probed: the format to try.
+        below: a coarser format, which predicts every micro-batch; empty if ``format`` does.
+        members: M, the micro-batches outside C that ``format`` predicts then.
     """
 
     control: tuple[int, ...]
     seeds: tuple[int, ...]
+    format: str
     share: float | None = None
     predicting: bool = True
     probe: tuple[int, ...] = ()
+    probed: str = ""
+    below: str = ""
+    members: tuple[int, ...] = ()
 
 
 @dataclass
@@ -44,7 +54,12 @@ class Batch:
         lam: [L] this step's.
         centre: b, of fractional draws.
         loss_leaf: a zero whose gradient will tell by how much the caller scaled the loss.
+        fleet: that predicts it.
         asked: indices of the micro-batches that some pass runs on.
+        due: whether the statistics of all processes learn from it, whatever this one's draw shows.
+        factor: what the gradient of this process's batch is multiplied by, for the mean over processes.
+        arguments: the rest of what ``training_step`` takes.
+        lost: whether the fleet was lost that had the predictions.
     """
 
     microbatches: tuple[MicroBatch, ...]
@@ -57,7 +72,13 @@ class Batch:
     loss_leaf: Tensor
     exact: ExactPasses
     asked: set[int]
+    due: bool = False
+    factor: float = 1.0
+    arguments: Sequence[Any] = ()
+    lost: bool = False
+    fleet: Fleet | None = None
     predictions: Predictions | None = None
+    probed: Predictions | None = None
 
     @property
     def n(self) -> int:

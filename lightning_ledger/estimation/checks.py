@@ -6,6 +6,7 @@ Each refusal says what was found, why it fails, and the way out.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,13 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_ledger.control_variate import WeightedSum
 from lightning_ledger.microbatches import MicroBatch
-from lightning_ledger.program import Context, ShadowBuffers, trainable, training_step_gradients
+from lightning_ledger.program import (
+    Context,
+    ShadowBuffers,
+    loss_in_the_next_step,
+    trainable,
+    training_step_gradients,
+)
 
 # Relative differences of a loss and of a gradient that rounding explains, with room to spare: in float32 correct
 # weights gave 1e-7 on a GPT-2, and one wrong token in a hundred 4e-3 of the gradient; bfloat16 rounds to 4e-3.
@@ -29,7 +36,7 @@ LOW_PRECISION_TOLERANCE = (3e-2, 5e-2)
 
 
 def refuse_unsupported(module: pl.LightningModule, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse what can be seen before any batch: manual optimization, L-BFGS, sparse embedding gradients.
+    """Refuse what can be seen before any batch: manual optimization, L-BFGS, sparse or complex gradients.
 
     Args:
         module: the user's module.
@@ -55,6 +62,12 @@ def refuse_unsupported(module: pl.LightningModule, optimizers: Iterable[torch.op
             raise MisconfigurationException(
                 f"The embedding {path!r} has sparse=True: its gradient {path}.weight is a sparse tensor, which cannot "
                 "be summed in place with predictions. Build it with sparse=False."
+            )
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise MisconfigurationException(
+                f"The parameter {name!r} is complex ({parameter.dtype}); norms and statistics of gradients are those "
+                "of real numbers. Keep it as a real parameter of shape [..., 2], and use torch.view_as_complex(it)."
             )
 
 
@@ -102,6 +115,7 @@ def check_separable(
     arguments: Sequence[Any],
     context: Context = contextlib.nullcontext,
     batchnorm: bool = False,
+    loss_scale: float = 1.0,
 ) -> bool:
     """Check once, numerically, that loss and gradient of a batch do not depend on where it is cut.
 
@@ -109,7 +123,8 @@ def check_separable(
 
     holds if each sample's loss depends on no other sample and the weights are the loss's own. Losses alone would not
     tell: at random weights all samples have nearly the same loss, whatever the weights. Dropout is switched off, so
-    that it does not blur the comparison.
+    that it does not blur the comparison. The first piece's loss must also be the same when its step is run a second
+    time, from the attributes that the first time left.
 
     Args:
         module: the user's module.
@@ -117,28 +132,34 @@ def check_separable(
         arguments: the rest of what ``training_step`` takes.
         context: the Trainer's precision context.
         batchnorm: samples coupled by training-mode BatchNorm are accepted: compare in evaluation mode.
+        loss_scale: of the backward passes; gradients that underflow could not be compared.
 
     Returns:
         Whether a comparison was possible; where not, it should be tried on a later batch.
 
     Raises:
-        MisconfigurationException: if the two sides differ, with both and their ratio.
+        MisconfigurationException: if the two sides differ, with both and their ratio; if state is carried from step to
+            step.
     """
     cuts = [(piece, parts) for piece, parts in cuts if len(parts) > 1]
     if not cuts:
         return False
     step = f"{type(module).__qualname__}.training_step"
     loss_tolerance, gradient_tolerance = _tolerances(module, context)
+    summed = functools.partial(_Sum.of, module, arguments=arguments, context=context, loss_scale=loss_scale)
     # In training mode, with dropout layers alone switched off; a step that still draws random numbers is tried in
     # evaluation mode, where functional dropout is off as well.
     for mode in (_without_dropout_layers, _evaluating)[batchnorm:]:
         with mode(module):
-            again = _Sum.of(module, [(cuts[0][0], 1.0)], arguments, context, seed=1).loss
+            again = summed([(cuts[0][0], 1.0)], seed=1).loss
             for number, (piece, parts) in enumerate(cuts):
-                whole = _Sum.of(module, [(piece, 1.0)], arguments, context)
+                whole = summed([(piece, 1.0)])
                 if number == 0 and again != whole.loss:
                     break  # it draws random numbers
-                apart = _Sum.of(module, [(part.data, part.weight) for part in parts], arguments, context)
+                if number == 0:
+                    next_loss = loss_in_the_next_step(module, (piece, *arguments), 0, context)
+                    _refuse_carried_state(step, whole.loss, next_loss)
+                apart = summed([(part.data, part.weight) for part in parts])
                 if not all(math.isfinite(x) for side in (whole, apart) for x in (side.loss, side.size)):
                     return False
                 slack = loss_tolerance * (1e-6 + abs(whole.loss) + abs(apart.loss))
@@ -158,6 +179,18 @@ def check_separable(
         "GradientPrediction(check_separable=False)."
     )
     return True
+
+
+def _refuse_carried_state(step: str, fresh: float, again: float | None) -> None:
+    # A hidden state tells little at random weights; the same operations on the same numbers agree to the bit.
+    if again is not None and abs(fresh - again) > 1e-7 * abs(fresh):
+        raise MisconfigurationException(
+            f"{step} carries state in attributes from one call to the next: a piece of the batch has loss {fresh:.6g}, "
+            f"and {again:.6g} when it is run once more. Each micro-batch would begin with what another one left (a "
+            "hidden state of other samples, or a counter that moves once a micro-batch). Begin each call anew, move "
+            "what counts batches to on_train_batch_start, or train without GradientPrediction. If that difference "
+            "does no harm, pass GradientPrediction(check_separable=False)."
+        )
 
 
 @contextlib.contextmanager
@@ -203,11 +236,14 @@ class _Sum(NamedTuple):
         arguments: Sequence[Any],
         context: Context,
         seed: int = 0,
+        loss_scale: float = 1.0,
     ) -> _Sum:
         weights, buffers = trainable(module), ShadowBuffers(module)
         loss, total, size = 0.0, WeightedSum(), 0.0
         for data, weight in parts:
-            result = training_step_gradients(module, weights, (data, *arguments), seed, buffers, context)
+            result = training_step_gradients(
+                module, weights, (data, *arguments), seed, buffers, context, loss_scale=loss_scale
+            )
             if result is None:
                 return cls(math.nan, {}, math.nan)
             loss += weight * float(result[0])

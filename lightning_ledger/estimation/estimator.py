@@ -1,13 +1,13 @@
 """One batch's gradient estimate: split, draw, predict, run the exact passes, accumulate.
 
-This is the method, free of Lightning's hooks; ``strategies.py`` calls it from them.
+This is the method, free of Lightning's hooks; the strategies call it from them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,21 +17,19 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_ledger.control_variate import (
-    Layout,
-    bias_z,
-    coefficients,
-    estimate_loss,
-)
+from lightning_ledger.control_variate import bias_z, coefficients, estimate_loss
 from lightning_ledger.estimation.accumulation import accumulate
 from lightning_ledger.estimation.batch import Batch, Drawn
-from lightning_ledger.estimation.checks import check_separable, refuse_accumulation_hooks, refuse_batchnorm
+from lightning_ledger.estimation.checks import check_separable, refuse_batchnorm
 from lightning_ledger.estimation.correction import Correction
 from lightning_ledger.estimation.exact import ExactPasses
+from lightning_ledger.estimation.fallback import all_exact, make_up
+from lightning_ledger.estimation.fleets import Fleets
+from lightning_ledger.estimation.learning import Learning
 from lightning_ledger.estimation.metering import StepMetering
-from lightning_ledger.estimation.observing import observation, observe_mixed
+from lightning_ledger.estimation.ranks import Ranks
 from lightning_ledger.estimation.settings import PredictionSettings, PredictionState
-from lightning_ledger.fleet import Fleet, InProcessFleet, Job, Predictions
+from lightning_ledger.fleet import Fleet, FleetLost, Job, Predictions, TwoLevelFleet
 from lightning_ledger.flops import FlopCounter
 from lightning_ledger.ledger import Ledger
 from lightning_ledger.microbatches import (
@@ -42,9 +40,8 @@ from lightning_ledger.microbatches import (
     draw_seeds,
     draw_systematic,
     make_microbatches,
+    total_amount,
 )
-from lightning_ledger.precision import Lowering, derive_seed
-from lightning_ledger.predictors import ProgramPredictor
 from lightning_ledger.prices import PriceBook
 from lightning_ledger.program import Context, trainable
 
@@ -64,6 +61,12 @@ class GradientEstimator:
         unit_samples: samples in one forward-equivalent; by default those of the first micro-batch.
         prices: for the relative cost and the break-even price; simulated ones by default.
         context: the Trainer's precision context.
+        loss_scale: of the backward passes of predictions, as it is now: a power of two.
+        ranks: the processes that train together.
+        weigh_ranks: weigh each process's batch by its share of what the loss averages over, not all alike.
+        before_last: given the last loss of a batch, before its backward pass; returns the loss whose backward pass
+            averages ``.grad`` over the processes, or the loss as it is. Everything else is in ``.grad`` by then.
+        apart: no other backward pass may run autograd's own accumulation into ``.grad``.
 
     Attributes:
         loss_values: the last batch's ``gpcv/loss`` (an estimate of the full batch's) and ``gpcv/exact_share`` (k/n);
@@ -81,18 +84,27 @@ class GradientEstimator:
         unit_samples: int | None = None,
         prices: PriceBook | None = None,
         context: Context = contextlib.nullcontext,
+        loss_scale: Callable[[], float] = lambda: 1.0,
+        ranks: Ranks | None = None,
+        weigh_ranks: bool = False,
+        before_last: Callable[[Tensor], Tensor] | None = None,
+        apart: bool = False,
     ) -> None:
         self.module = module
         self.prediction = prediction
         self.state = state
         self.correction = correction
-        self._metering = StepMetering(module, ledger, unit_samples, prediction.format, context)
-        self._prices = prices or PriceBook()
+        metering = self._metering = StepMetering(module, ledger, unit_samples, context)
         self._context = context
+        self._loss_scale = loss_scale
+        self._ranks = ranks or Ranks()
+        self._learning = Learning(module, state, correction, metering, prices or PriceBook(), self._ranks)
+        self._weigh_ranks = weigh_ranks
+        self._before_last = before_last
+        self._apart = apart
         self._splitter = Splitter(prediction.split_fn)
-        self._fleet: Fleet | None = None
-        self._layout = Layout.of({})
-        self._refreshed_at: int | None = None
+        self._told_splits = False
+        self._fleets = Fleets(module, prediction, state, self._metering, context)
         self._batch: Batch | None = None
         self.loss_values: dict[str, float] = {}
         self.statistics_values: dict[str, float] = {}
@@ -111,46 +123,66 @@ class GradientEstimator:
         """
         p = self.prediction
         microbatches = make_microbatches(batch, p.microbatches, self._splitter, p.weights)
-        self._prepare()
+        self._fleets.prepare()
+        if not self._told_splits:
+            self._told_splits = True
+            rank_zero_info(self._splitter.describe())
         if not p.allow_batchnorm:
             refuse_batchnorm(self.module)  # at every batch: a layer's mode may change, and is known only now
         if not self.state.checked:
             self._check(batch, microbatches, arguments)
-        step = self._batch = self._begin(microbatches, self._draw(len(microbatches)))
-        control, seeds = step.draw.control, step.draw.seeds
-        if step.predicts:
-            self._refresh()
-            needed = [i for i, coefficient in enumerate(step.coefficients.predicted) if coefficient]
-            assert self._fleet is not None
-            jobs = [Job(microbatches[i], seeds[i], i in control) for i in needed]
-            self._fleet.submit(jobs, arguments, step.corrected and step.observing)
-            step.asked.update(needed)
-        elif step.draw.probe:
-            self._submit_probe(step, arguments)
-        step.exact.forward([microbatches[i] for i in control], [seeds[i] for i in control], arguments)
-        if step.predicts and (step.exact.skipped or not control):
-            self._gather(step, lost=bool(step.exact.skipped))
-            # A program cannot skip: ask the training step itself.
-            assert self._fleet is not None
-            skipped = step.exact.skipped or (step.predictions and step.predictions.skipped)
-            if skipped and self._fleet.run_eagerly("the training step returned None, which no program can"):
-                self._fleet.submit(jobs, arguments, step.corrected and step.observing)
-                self._gather(step, lost=True)
-        if self._all_skipped(step):
+        draw = self._draw(len(microbatches))
+        step = self._batch = self._begin(microbatches, draw if self._fleets.available() else all_exact(draw), arguments)
+        try:
+            self._run(step, arguments)
+        except FleetLost as lost:
+            self._lost(lost)
+            step = self._batch = self._begin(microbatches, all_exact(draw), arguments)
+            self._run(step, arguments)
+        nothing = self._all_skipped(step)
+        amount = total_amount(microbatches, p.weights)
+        step.factor = self._ranks.compare(self.module, nothing, amount, p.weights, self._weigh_ranks)
+        if nothing:
             if step.draw.probe:
-                self._gather_probe(lost=True)
+                self._gather_probe(step, lost=True)
             self._batch, self.loss_values, self.statistics_values = None, {}, {}
             return None
         loss, output = step.loss_leaf + self._loss(step), step.exact.output
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def _run(self, step: Batch, arguments: Sequence[Any]) -> None:
+        """Submit the predictions, run the exact forward passes; wait for predictions only where they decide."""
+        microbatches, control, seeds = step.microbatches, step.draw.control, step.draw.seeds
+        fleet = step.fleet = self._fleet(step) if step.predicts else None
+        if step.draw.probe:
+            self._submit_probe(step, arguments)
+        if fleet is not None:
+            needed = [i for i, coefficient in enumerate(step.coefficients.predicted) if coefficient]
+            scale = self._loss_scale()
+            jobs = [Job(microbatches[i], seeds[i], i in control, scale) for i in needed]
+            fleet.submit(jobs, arguments, step.corrected and step.observing)
+            step.asked.update(needed)
+        step.exact.forward([microbatches[i] for i in control], [seeds[i] for i in control], arguments)
+        if fleet is not None and (step.exact.skipped or not control):
+            self._gather(step, lost=bool(step.exact.skipped))
+            # A program cannot skip: ask the training step itself.
+            skipped = step.exact.skipped or (step.predictions and step.predictions.skipped)
+            if skipped and fleet.run_eagerly("the training step returned None, which no program can"):
+                fleet.submit(jobs, arguments, step.corrected and step.observing)
+                self._gather(step, lost=True)
 
     def _draw(self, n: int) -> Drawn:
         """Draw C and the seeds: whatever they are needed for, so that the private stream depends on the batches."""
         p, state, generator = self.prediction, self.state, self.state.generator
         allocation = self.correction.allocation if self.correction is not None else None
         if allocation is None:
+            if p.others:
+                raise MisconfigurationException(
+                    f"GradientPrediction(format={list(p.formats)}) names several formats to choose from, and nothing "
+                    "chooses: add lightning_ledger.callbacks.AdaptiveAllocation(), or pass one format."
+                )
             k = n if p.exact >= p.microbatches else min(p.exact, n)
-            return Drawn(draw_control(n, k, generator), draw_seeds(n, generator))
+            return Drawn(draw_control(n, k, generator), draw_seeds(n, generator), p.format)
         share = None if allocation.draw == "uniform" else allocation.share
         if share is None:
             control = draw_control(n, allocation.count(n), generator)
@@ -161,19 +193,31 @@ class GradientEstimator:
                 state.phase = float(torch.rand((), generator=generator, dtype=torch.float64))
             control, state.phase = draw_systematic(n, share, state.phase)
         seeds = draw_seeds(n, generator)
+        assert self.correction is not None
+        probed = self.correction.probed(p.formats, state.steps)  # the same on all processes
         probe: tuple[int, ...] = ()
-        if not allocation.predicting and n > 1 and state.steps % allocation.probe_every == 0:
+        if probed is not None and n > 1 and control:
             first = control[int(torch.randint(len(control), (), generator=generator))]
             second = (first + 1 + int(torch.randint(n - 1, (), generator=generator))) % n
             probe = first, second
-        return Drawn(control, seeds, share, allocation.predicting, probe)
+        apart = [i for i in range(n) if i not in control]
+        m = allocation.members(n, len(control)) if allocation.predicting else 0
+        members = tuple(apart[i] for i in draw_control(len(apart), m, generator)) if m else ()
+        below = allocation.below if members else ""
+        return Drawn(
+            control, seeds, allocation.format, share, allocation.predicting, probe, probed or "", below, members
+        )
 
-    def _begin(self, microbatches: tuple[MicroBatch, ...], draw: Drawn) -> Batch:
-        n, k, correction = len(microbatches), len(draw.control), self.correction
+    def _begin(self, microbatches: tuple[MicroBatch, ...], draw: Drawn, arguments: Sequence[Any]) -> Batch:
+        n, k, correction, layout = len(microbatches), len(draw.control), self.correction, self._fleets.layout
         corrected = correction is not None and draw.predicting and (draw.share is not None or 0 < k < n)
         uses_lam = correction is not None and (corrected or not draw.predicting)
-        lam = correction.now(self._layout) if uses_lam and correction else torch.ones(len(self._layout.layers))
-        every = 1 if correction is None or draw.share is not None else correction.observe_every
+        lam = correction.now(layout) if uses_lam and correction else torch.ones(len(layout.layers))
+        allocation = correction.allocation if correction is not None else None
+        every = 1 if correction is None or (allocation and allocation.draw != "uniform") else correction.observe_every
+        p = self.prediction
+        learning = allocation.predicting if allocation is not None else 0 < p.exact < p.microbatches
+        due = learning and self.state.steps % every == 0  # the same on all processes
         first = next(self.module.parameters())
         # Its gradient is the scale of every gradient: in double precision where the model is.
         dtype = first.dtype if first.dtype == torch.float64 else torch.float32
@@ -181,7 +225,7 @@ class GradientEstimator:
             microbatches,
             draw,
             corrected,
-            observing=draw.predicting and 0 < k < n and self.state.steps % every == 0,
+            observing=due and 0 < k < n,
             # Without predictions: the correction of nothing, the mean over C.
             coefficients=coefficients(
                 [m.weight for m in microbatches],
@@ -195,6 +239,8 @@ class GradientEstimator:
             loss_leaf=torch.zeros((), dtype=dtype, device=first.device, requires_grad=True),
             exact=ExactPasses(self.module, self._metering, self._context),
             asked=set(draw.control),
+            arguments=arguments,
+            due=due,
         )
 
     def _loss(self, step: Batch) -> float:
@@ -237,34 +283,38 @@ class GradientEstimator:
                 f"The loss that the strategy returned got no gradient: {type(self.module).__qualname__}.backward does "
                 "not call loss.backward(). Call it, so that loss scale and accumulation divisor are known."
             )
-        scale = float(step.loss_leaf.grad)
-        parameters = trainable(self.module)
+        scale = step.factor * float(step.loss_leaf.grad)
         scales = [scale * coefficient for coefficient in step.coefficients.exact]
-        probe = step.draw.probe
-        captured = step.exact.backward(scales, parameters if step.observing or probe else {}, probe[:1] or None)
-        if step.predicts:
-            predictions = step.predictions or self._gather(step)
-            self._all_skipped(step)
-            if step.observing and scale:
-                self._observe(step, predictions, captured, scale)
-            accumulate(step, predictions, self._layout, scale, parameters)
-        elif probe:
-            predictions = self._gather_probe()
-            if scale and not predictions.skipped:
-                self._observe(step, predictions, captured, scale)
+        wanted = step.control if step.observing else step.draw.probe[:1]
+        capture = trainable(self.module) if wanted else {}
+        if self._before_last is None:
+            captured = step.exact.backward(scales, capture, wanted)
+            self._observe(step, dict(zip(wanted, captured, strict=True)), scale)
+            self._accumulate(step, scale)
+        else:
+            before_last = functools.partial(self._average, step, scale)
+            captured = step.exact.backward(scales, capture, wanted, before_last, self._apart)
+            self._observe(step, dict(zip(wanted, captured, strict=True)), scale)
         self._metering.charge_equivalent(step.microbatches)
         self._report(step)
 
-    def _observe(
-        self, step: Batch, predictions: Predictions, captured: Sequence[Mapping[str, Tensor]], scale: float
-    ) -> None:
+    def _average(self, step: Batch, scale: float, loss: Tensor) -> Tensor:
+        assert self._before_last is not None
+        self._accumulate(step, scale, keep=step.observing)
+        return self._before_last(loss)
+
+    def _accumulate(self, step: Batch, scale: float, keep: bool = False) -> None:
+        predictions = self._predictions(step)
+        if predictions is not None:
+            accumulate(step, predictions, self._fleets.layout, scale, trainable(self.module), keep)
+        elif step.lost:
+            make_up(step, self.module, self._metering, self._context, scale, self._loss_scale())
+            self._all_skipped(step)
+
+    def _observe(self, step: Batch, captured: Mapping[int, Mapping[str, Tensor]], scale: float) -> None:
         """Fold this step into the statistics, in the optimizer's metric as it is before it steps."""
-        layout, correction, probe = self._layout, self.correction, step.draw.probe
-        if correction is None:
-            self.state.mixed = observe_mixed(self.state.mixed, layout, captured, predictions.rest, step.n, scale)
-            return
-        seen = observation(layout, probe[:1] or step.control, captured, predictions, scale * step.gain)
-        correction.observe(layout, seen, step.lam, trainable(self.module), probe=bool(probe))
+        probed = self._gather_probe(step) if step.draw.probe else None
+        self._learning.observe(step, self._fleets.layout, captured, self._predictions(step), probed, scale)
 
     # -------------------------------------------------------------------------------------------------------- the fleet
 
@@ -281,81 +331,67 @@ class GradientEstimator:
                 for piece in (pieces[:1] + pieces[1:][-1:])
             ]
             with FlopCounter() as counter:
-                self.state.checked = check_separable(self.module, cuts, arguments, self._context, p.allow_batchnorm)
+                self.state.checked = check_separable(
+                    self.module, cuts, arguments, self._context, p.allow_batchnorm, self._loss_scale()
+                )
             self._metering.charge("setup/checks", counter.counts().work())
 
-    def _prepare(self) -> None:
-        """Build the fleet, again whenever the set of trainable parameters changes."""
-        parameters = trainable(self.module)
-        if self._fleet is not None and tuple(parameters) == self._layout.names:
-            return
-        if not parameters:
-            raise MisconfigurationException(
-                f"{type(self.module).__qualname__} has no trainable parameter: there is no gradient to predict. Set "
-                "requires_grad=True on what should learn."
-            )
-        refuse_accumulation_hooks(parameters)
-        if self._fleet is None:
-            rank_zero_info(self._splitter.describe())
-        self._layout = Layout.of(parameters)
-        p = self.prediction
-        lowering = Lowering(p.format, p.rounding, p.rotation, p.keep, self.module)
-        predictor = ProgramPredictor(
-            self.module,
-            lowering,
-            self._context,
-            p.engine,
-            on_counted=functools.partial(self._metering.look_at_prediction, unlowered=lowering.unlowered),
-            on_checked=self._metering.charge_check,
-            uses=self.state.uses,
-        )
-        self._metering.restart(predictor.work)
-        self._fleet = InProcessFleet(predictor, self._layout)
-        self._refreshed_at = None
-
-    def _refresh(self) -> None:
-        """Give the fleet the present weights when they are due; every micro-batch of a batch sees one version."""
-        assert self._fleet is not None
-        state, live = self.state, trainable(self.module)
-        age = state.steps % self.prediction.refresh_every
-        due = age == 0
-        if self._refreshed_at == state.steps or (self._refreshed_at is not None and not due):
-            return
-        if self.prediction.refresh_every == 1:
-            state.weights, weights = None, live
-        else:
-            if due or state.weights is None or list(state.weights) != list(live):
-                state.weights = {name: p.detach().clone().requires_grad_() for name, p in live.items()}
-            weights = {name: w.to(live[name].device) for name, w in state.weights.items()}
-        # Of the step they date from: a resumed run rounds stale weights as the uninterrupted one did.
-        seed = derive_seed(self.prediction.seed, state.steps - age)
-        for account, work in self._fleet.refresh(weights, seed).items():
-            self._metering.charge(account, work)
-        self._refreshed_at = state.steps
+    def _fleet(self, step: Batch) -> Fleet:
+        """The one that predicts this batch."""
+        fleet = self._fleets.ready(step.draw.format)
+        if not step.draw.below:
+            return fleet
+        return TwoLevelFleet(self._fleets.ready(step.draw.below), fleet, step.draw.members)
 
     def _submit_probe(self, step: Batch, arguments: Sequence[Any]) -> None:
         """Predict on two micro-batches, as if they were the batch: one of them has an exact gradient."""
-        self._refresh()
-        assert self._fleet is not None
         share = step.n / len(step.draw.probe)
         parts = [step.microbatches[i] for i in step.draw.probe]
-        jobs = [Job(replace(m, weight=m.weight * share), step.draw.seeds[m.index], m is parts[0]) for m in parts]
-        self._fleet.submit(jobs, arguments, observe=True)
+        seeds, scale = step.draw.seeds, self._loss_scale()
+        jobs = [Job(replace(m, weight=m.weight * share), seeds[m.index], m is parts[0], scale) for m in parts]
+        fleet = self._fleets.ready(step.draw.probed)
+        fleet.submit(jobs, arguments, observe=True)
+        if step.draw.probed == step.draw.below:  # it will be asked for the batch as well
+            step.probed = fleet.gather()
 
-    def _gather_probe(self, lost: bool = False) -> Predictions:
-        assert self._fleet is not None
-        predictions = self._fleet.gather()
+    def _gather_probe(self, step: Batch, lost: bool = False) -> Predictions | None:
+        try:
+            predictions = step.probed or self._fleets.ready(step.draw.probed).gather()
+        except FleetLost as error:
+            self._lost(error)
+            return None
         for account, work in predictions.work.items():
             probed = account in ("fleet/prediction", "fleet/control")
             self._metering.charge("waste/lost_prediction" if lost else "fleet/probe" if probed else account, work)
         return predictions
 
+    def _predictions(self, step: Batch) -> Predictions | None:
+        """Those of the batch, waited for if they are not here yet; None if there are none."""
+        if step.predicts and step.predictions is None and not step.lost:
+            try:
+                self._gather(step)
+            except FleetLost as lost:
+                self._lost(lost)
+                step.lost = True
+                return None
+            self._all_skipped(step)
+        return step.predictions
+
     def _gather(self, step: Batch, lost: bool = False) -> Predictions:
-        assert self._fleet is not None
-        predictions = step.predictions = self._fleet.gather()
+        assert step.fleet is not None
+        predictions = step.predictions = step.fleet.gather()
         for account, work in predictions.work.items():
             self._metering.charge("waste/lost_prediction" if lost else account, work)
         return predictions
+
+    def _lost(self, lost: FleetLost) -> None:
+        for work in lost.work.values():
+            self._metering.charge("waste/lost_prediction", work)
+        self._fleets.forget_weights()
+
+    def close(self) -> None:
+        """Let the machines go that predict."""
+        self._fleets.close()
 
     # --------------------------------------------------------------------------------------------------------- reports
 
@@ -365,15 +401,17 @@ class GradientEstimator:
         loss = self._loss(step)
         if step.draw.predicting:
             loss = estimate_loss(step.weights, step.control, step.exact.losses, predicted, step.corrected, step.share)
-        self.loss_values = {"gpcv/loss": loss, "gpcv/exact_share": step.k / step.n}
+        shown = torch.tensor([step.factor * loss, step.k / step.n], dtype=torch.float64)
+        loss, exact_share = self._ranks.mean({"shown": shown}, {"shown": 2})["shown"].tolist()
+        passes = [flops.total for i in step.control if (flops := self._metering.exact(step.microbatches[i]))]
+        fleet = self._fleets.end_step(sum(passes))
+        self.loss_values = {"gpcv/loss": loss, "gpcv/exact_share": exact_share, **fleet}
         self.statistics_values, mixed, correction = {}, self.state.mixed, self.correction
         if correction is None:
             if mixed is not None and step.predicts:
                 self.loss_values["gpcv/bias_z"] = bias_z(mixed)
             return
-        ratios = self._metering.cost_ratios(step.microbatches[0], self._prices)
-        if ratios[1] > 0:
-            correction.cost_ratios = ratios
+        self._learning.keep_ratios(step, correction, step.draw.format)
         if step.corrected or not step.draw.predicting:
             k, samples = (step.k if step.corrected else 0), sum(m.samples for m in step.microbatches) / step.n
             self.statistics_values = correction.report(step.lam, step.n, k, step.share, samples or None)

@@ -25,8 +25,10 @@ class StepMetering:
         module: the user's module.
         ledger: charged if given; without one the counts still serve the cost ratios.
         unit_samples: samples in one forward-equivalent; by default those of the first micro-batch.
-        format: number format of the predictions.
         context: the Trainer's precision context.
+
+    Attributes:
+        predicted: FLOPs of a prediction by shape, once counted, for each number format in use.
     """
 
     def __init__(
@@ -34,7 +36,6 @@ class StepMetering:
         module: pl.LightningModule,
         ledger: Ledger | None,
         unit_samples: int | None,
-        format: str,
         context: Context,
     ) -> None:
         self._module = module
@@ -42,16 +43,15 @@ class StepMetering:
         self._unit_samples = unit_samples
         self._context = context
         self._exact: dict[Hashable, StepFlops] = {}
-        self._format = format
-        self._told_share = False
-        self._told_unlowered: set[tuple[str, str]] = set()
+        self._told_share: set[str] = set()
+        self._told_unlowered: set[tuple[str, str, str]] = set()
         self._warn_uncounted = UncountedWarning()
-        self.predicted: Callable[[Hashable], StepFlops | None] = lambda shape: None
+        self.predicted: dict[str, Callable[[Hashable], StepFlops | None]] = {}
 
-    def restart(self, predicted: Callable[[Hashable], StepFlops | None]) -> None:
+    def restart(self) -> None:
         """Forget the counts: another set of trainable parameters has another backward pass."""
         self._exact.clear()
-        self.predicted = predicted
+        self.predicted.clear()
 
     def counter(self, part: MicroBatch, arguments: Sequence[Any]) -> FlopCounter | None:
         """A counter to run the exact pass in, on the first of each shape; a compiled module is counted apart."""
@@ -73,7 +73,8 @@ class StepMetering:
     def exact(self, part: MicroBatch) -> StepFlops | None:
         """FLOPs of an exact gradient on such a micro-batch; a prediction multiplies the same shapes."""
         shape = shape_key(part.data)
-        return self._exact.get(shape) or self.predicted(shape)
+        found = (self._exact.get(shape), *(count(shape) for count in self.predicted.values()))
+        return next((flops for flops in found if flops), None)
 
     def charge(self, account: str, work: Work) -> None:
         """Charge the ledger, if there is one."""
@@ -104,9 +105,10 @@ class StepMetering:
                 self._ledger.forward_flops = flops.forward_equivalent(part.samples, self._unit_samples)
             self._ledger.charge_exact_equivalent(flops.work(samples=part.samples, tokens=part.tokens, passes=1))
 
-    def cost_ratios(self, part: MicroBatch, prices: PriceBook) -> tuple[float, float]:
+    def cost_ratios(self, part: MicroBatch, prices: PriceBook, format: str) -> tuple[float, float]:
         """w = price of one prediction / price of one exact gradient: at these prices, and at a fleet price of 1."""
-        exact, predicted = self.exact(part), self.predicted(shape_key(part.data))
+        count = self.predicted.get(format)
+        exact, predicted = self.exact(part), count(shape_key(part.data)) if count else None
         if exact is None or predicted is None or not exact.total:
             return 0.0, 0.0
         unit = sum(exact.forward.values())
@@ -118,7 +120,7 @@ class StepMetering:
         )
         return now, at_one
 
-    def look_at_prediction(self, counter: FlopCounter, unlowered: Mapping[tuple[str, str], str]) -> None:
+    def look_at_prediction(self, format: str, counter: FlopCounter, unlowered: Mapping[tuple[str, str], str]) -> None:
         """Name what a prediction left uncounted, and what of it stayed out of its number format.
 
         LSTM layers and transposed convolutions are no operations that a format lowers, and a format may refuse a shape.
@@ -126,27 +128,28 @@ class StepMetering:
         flatter the format.
 
         Args:
+            format: number format of the prediction.
             counter: of one prediction.
             unlowered: why products stayed in high precision, by layer and product.
         """
         self._warn_uncounted(counter.uncounted)
-        refused = {place: why for place, why in unlowered.items() if place not in self._told_unlowered}
-        self._told_unlowered |= unlowered.keys()
+        refused = {place: why for place, why in unlowered.items() if (format, *place) not in self._told_unlowered}
+        self._told_unlowered |= {(format, *place) for place in unlowered}
         if refused := {place: why for place, why in refused.items() if "keep=" not in why}:
             shown = "; ".join(
                 f"{layer or 'training_step'} {product} {why}" for (layer, product), why in refused.items()
             )
             rank_zero_warn(
-                f"Of the products in {self._format}, these stay in high precision and are priced as such: {shown}. "
+                f"Of the products in {format}, these stay in high precision and are priced as such: {shown}. "
                 "Pad the layer, or choose a format without blocks for it, such as int8."
             )
         counts = counter.counts().by_format()
         share = counter.lowered / max(1, sum(counts.values()))
-        if share < LOWERED_SHARE and not self._told_share:
-            self._told_share = True
+        if share < LOWERED_SHARE and format not in self._told_share:
+            self._told_share.add(format)
             shown = ", ".join(f"{name} {n:,}" for name, n in counts.items())
             rank_zero_warn(
-                f"Only {share:.0%} of a prediction's FLOPs run in {self._format} (by format: {shown}): LSTM layers, "
+                f"Only {share:.0%} of a prediction's FLOPs run in {format} (by format: {shown}): LSTM layers, "
                 "transposed convolutions and what keep= names stay in high precision, and so does attention in fused "
                 "GPU kernels (select math attention to lower it). The gradients are right, but delta, R and the fleet "
                 "price describe a mixture; price it with PriceBook(fleet_formats=...)."

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from lightning_ledger.control_variate import Statistics
+from lightning_ledger.fleet import FleetSettings, InProcessSettings
 from lightning_ledger.microbatches import WeightSpec
 from lightning_ledger.predictors import Engine
 
 
 @dataclass(frozen=True)
 class PredictionSettings:
-    """What to predict, and how; the arguments of ``GradientPrediction``, documented there."""
+    """What to predict, and how; the arguments of ``GradientPrediction``, documented there.
+
+    Attributes:
+        others: number formats to choose from besides ``format``.
+    """
 
     format: str = "int8"
     rounding: str = "nearest"
@@ -31,6 +36,13 @@ class PredictionSettings:
     split_fn: Callable[[Any, int], Sequence[Any]] | None = None
     check_separable: bool = True
     allow_batchnorm: bool = False
+    others: Sequence[str] = ()
+    fleet: FleetSettings = field(default_factory=InProcessSettings)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The format to begin with, and the others."""
+        return (self.format, *self.others)
 
 
 @dataclass
@@ -42,7 +54,8 @@ class PredictionState:
         steps: optimizer steps taken.
         checked: whether the loss was found separable; a resumed run need not pay for that again.
         weights: what predictions are made at, where that is refreshed less often than every step.
-        uses: how often each input shape was predicted by a program; decides when programs are compared.
+        weights_at: the step they date from.
+        uses: by format, how often each input shape was predicted by a program; decides when programs are compared.
         phase: where the count of systematic draws stands; None to draw it anew.
         mixed: how far uncorrected estimates drift from the exact gradients.
     """
@@ -51,6 +64,7 @@ class PredictionState:
     steps: int = 0
     checked: bool = False
     weights: dict[str, Tensor] | None = None
-    uses: dict[int, int] = field(default_factory=dict)
+    weights_at: int = 0
+    uses: dict[str, dict[int, int]] = field(default_factory=dict)
     phase: float | None = None
     mixed: Statistics | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_ledger.control_variate import Layout, WeightedSum
 from lightning_ledger.fleet.base import Fleet, Job, Predictions
+from lightning_ledger.flops import StepFlops
 from lightning_ledger.ledger import Work
 from lightning_ledger.microbatches import shape_key
 from lightning_ledger.predictors import GradientPredictor
@@ -34,33 +35,7 @@ class InProcessFleet(Fleet):
         return {}  # the same memory: nothing is transferred
 
     def submit(self, jobs: Sequence[Job], arguments: Sequence[Any], observe: bool) -> None:
-        control, rest = WeightedSum(), WeightedSum()
-        done = Predictions(control=control.total, rest=rest.total)
-        norms, losses = [], {}
-        for job in jobs:
-            part, start = job.microbatch, time.perf_counter()
-            into = _Delivery(control if job.control else rest, part.weight, self._layout, observe, job.control)
-            loss = self._predictor.predict_into(into, part.data, job.seed, *arguments)
-            if loss is None:
-                done.skipped.append(part.index)
-                account = "waste/lost_prediction"
-            else:
-                account = "fleet/control" if job.control else "fleet/prediction"
-                losses[part.index] = loss
-                if observe:
-                    scale = len(jobs) * part.weight
-                    norms.append(scale**2 * self._layout.per_layer(into.squared_norms()))
-                    if job.control:
-                        done.samples[part.index] = scale * into.sample()
-            counted = self._predictor.work(shape_key(part.data), skipped=loss is None)
-            assert counted is not None, "a prediction was made, so its shape was counted"
-            work = counted.work(passes=1, samples=part.samples, tokens=part.tokens, seconds=time.perf_counter() - start)
-            done.work[account] = done.work.get(account, Work()) + work
-        if losses:  # one wait for the device, not one for each
-            done.losses = dict(zip(losses, torch.stack([x.reshape(()) for x in losses.values()]).tolist(), strict=True))
-        if norms and not done.skipped:
-            done.squared_norms = torch.stack(norms)
-        self._done = done
+        self._done = predict_jobs(self._predictor, self._layout, jobs, arguments, observe, len(jobs))
 
     def run_eagerly(self, reason: str) -> bool:
         return self._predictor.run_eagerly(reason)
@@ -69,6 +44,59 @@ class InProcessFleet(Fleet):
         assert self._done is not None, "gather() follows submit()"
         done, self._done = self._done, None
         return done
+
+    def work(self, shape: Hashable) -> StepFlops | None:
+        return self._predictor.work(shape)
+
+
+def predict_jobs(
+    predictor: GradientPredictor,
+    layout: Layout,
+    jobs: Sequence[Job],
+    arguments: Sequence[Any],
+    observe: bool,
+    total: int,
+) -> Predictions:
+    """Predict one job after another, and sum.
+
+    Args:
+        predictor: makes the predictions.
+        layout: names the layers and the sampled coordinates.
+        jobs: the micro-batches to predict.
+        arguments: the rest of what ``training_step`` takes.
+        observe: whether norms and samples are wanted for the statistics.
+        total: n of norms and samples: the jobs of the whole batch, of which these may be a part.
+
+    Returns:
+        Their sums, in the order of the jobs.
+    """
+    control, rest = WeightedSum(), WeightedSum()
+    done = Predictions(control=control.total, rest=rest.total)
+    norms, losses = [], {}
+    for job in jobs:
+        part, start = job.microbatch, time.perf_counter()
+        into = _Delivery(control if job.control else rest, part.weight, layout, observe, job.control or job.sample)
+        loss = predictor.predict_into(into, part.data, job.seed, *arguments, loss_scale=job.loss_scale)
+        if loss is None:
+            done.skipped.append(part.index)
+            account = "waste/lost_prediction"
+        else:
+            account = "fleet/control" if job.control else "fleet/prediction"
+            losses[part.index] = loss
+            if observe:
+                scale = total * part.weight
+                norms.append(scale**2 * layout.per_layer(into.squared_norms()))
+                if job.control or job.sample:
+                    done.samples[part.index] = scale * into.sample()
+        counted = predictor.work(shape_key(part.data), skipped=loss is None)
+        assert counted is not None, "a prediction was made, so its shape was counted"
+        work = counted.work(passes=1, samples=part.samples, tokens=part.tokens, seconds=time.perf_counter() - start)
+        done.work[account] = done.work.get(account, Work()) + work
+    if losses:  # one wait for the device, not one for each
+        done.losses = dict(zip(losses, torch.stack([x.reshape(()) for x in losses.values()]).tolist(), strict=True))
+    if norms and not done.skipped:
+        done.squared_norms = torch.stack(norms)
+    return done
 
 
 class _Delivery:
@@ -79,15 +107,15 @@ class _Delivery:
         weight: of the micro-batch.
         layout: names the layers and the sampled coordinates.
         observe: whether norms are wanted.
-        control: whether sampled coordinates are wanted too.
+        sample: whether sampled coordinates are wanted too.
     """
 
-    def __init__(self, into: WeightedSum, weight: float, layout: Layout, observe: bool, control: bool) -> None:
+    def __init__(self, into: WeightedSum, weight: float, layout: Layout, observe: bool, sample: bool) -> None:
         self._into = into
         self._weight = weight
         self._layout = layout
         self._observe = observe
-        self._control = control
+        self._sample = sample
         self._norms: dict[str, Tensor] = {}
         self._samples: dict[str, Tensor] = {}
 
@@ -95,7 +123,7 @@ class _Delivery:
         self._into.add({name: gradient}, self._weight)
         if self._observe:
             self._norms[name] = torch.linalg.vector_norm(gradient.float())
-            if self._control:
+            if self._sample:
                 self._samples[name] = gradient.reshape(-1)[self._layout.coordinates_of(name)]
 
     def squared_norms(self) -> Tensor:

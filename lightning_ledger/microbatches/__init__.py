@@ -8,6 +8,7 @@ from lightning_ledger.microbatches.weights import (
     TokenWeights,
     WeightSpec,
     make_microbatches,
+    total_amount,
     weigh,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "private_copy",
     "shape_key",
     "tensors_apart",
+    "total_amount",
     "weigh",
 ]

@@ -164,6 +164,24 @@ def make_microbatches(batch: Any, n: int, splitter: Splitter, spec: WeightSpec) 
     return tuple(MicroBatch(row[0], index, *row[1:]) for index, row in enumerate(kept))
 
 
+def total_amount(microbatches: Sequence[MicroBatch], spec: WeightSpec) -> float:
+    """How much of what the user's loss averages over is in these micro-batches; 0 where it sums.
+
+    Args:
+        microbatches: of one batch.
+        spec: what the loss averages over.
+
+    >>> parts = make_microbatches(torch.zeros(5, 2), 2, Splitter(), "samples")
+    >>> total_amount(parts, "samples"), total_amount(parts, len)
+    (5.0, 5.0)
+    """
+    if isinstance(spec, TokenWeights):
+        return float(sum(part.tokens for part in microbatches))
+    if callable(spec):
+        return math.fsum(_amount(spec, part.data) for part in microbatches)
+    return 0.0 if spec == "sum" else float(sum(part.samples for part in microbatches))
+
+
 def _shares(counts: Sequence[float]) -> tuple[float, ...]:
     total = math.fsum(counts)
     return tuple(count / total for count in counts) if total else (1 / len(counts),) * len(counts)

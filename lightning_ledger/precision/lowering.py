@@ -137,6 +137,11 @@ class Lowering:
         """The rounded form of a weight, for a program that takes it as an input."""
         return self._weights.recall(use)
 
+    def weight_bytes(self) -> int:
+        """What the weights that were rounded since the last refresh take in the format, with their scales."""
+        sizes = [(use.format.bits * held.values.numel(), held.scale) for use, held in self._weights.held().items()]
+        return sum(n // 8 + (0 if s is None else s.numel() * s.element_size()) for n, s in sizes)
+
     def noise(self, device: torch.device, *parts: object) -> Noise | None:
         """Noise from a new private generator seeded by ``parts``; None for nearest rounding."""
         if self.rounding == "nearest":

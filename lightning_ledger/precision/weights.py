@@ -101,6 +101,10 @@ class RoundedWeights:
         """At the end of a pass, whose casts go with it."""
         self._casts.clear()
 
+    def held(self) -> dict[WeightUse, Operand]:
+        """All rounded forms there are."""
+        return {use: operand for use, (_, operand) in self._forms.items()}
+
     def recall(self, use: WeightUse) -> Operand:
         """The rounded form, up to date."""
         weight = self._weights[use.place]

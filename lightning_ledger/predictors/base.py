@@ -18,7 +18,7 @@ class GradientPredictor(ABC):
     """The plug point: anything that maps (weights, micro-batch, seed) to (loss, gradients).
 
     Two rules keep the corrected estimate unbiased, whatever the predictor's quality: a prediction depends on nothing
-    but weights, micro-batch and seed, and it has no effect on the module.
+    but weights, micro-batch, seed and loss scale, and it has no effect on the module.
     """
 
     @abstractmethod
@@ -32,20 +32,24 @@ class GradientPredictor(ABC):
         """
 
     @abstractmethod
-    def predict(self, microbatch: Any, seed: int, *arguments: Any) -> Prediction | None:
+    def predict(self, microbatch: Any, seed: int, *arguments: Any, loss_scale: float = 1.0) -> Prediction | None:
         """Predict one micro-batch's loss and gradients.
 
         Args:
             microbatch: the samples, structured as the user's batch.
             seed: of this micro-batch; the exact pass on it runs under the same one.
             *arguments: the rest of what ``training_step`` takes, such as the batch index.
+            loss_scale: a power of two that multiplies the loss before its backward pass, and is divided out of the
+                gradients: small ones underflow in float16 without it.
 
         Returns:
             The loss and a gradient per trainable parameter (None where the loss does not depend on it), or None if
             the training step skipped the micro-batch.
         """
 
-    def predict_into(self, deliver: Deliver, microbatch: Any, seed: int, *arguments: Any) -> Tensor | None:
+    def predict_into(
+        self, deliver: Deliver, microbatch: Any, seed: int, *arguments: Any, loss_scale: float = 1.0
+    ) -> Tensor | None:
         """Predict, and deliver each gradient as soon as it is known: no gradient set needs to exist.
 
         Args:
@@ -53,11 +57,12 @@ class GradientPredictor(ABC):
             microbatch: as in :meth:`predict`.
             seed: as in :meth:`predict`.
             *arguments: as in :meth:`predict`.
+            loss_scale: as in :meth:`predict`.
 
         Returns:
             The loss, or None if the training step skipped the micro-batch.
         """
-        prediction = self.predict(microbatch, seed, *arguments)
+        prediction = self.predict(microbatch, seed, *arguments, loss_scale=loss_scale)
         if prediction is None:
             return None
         loss, gradients = prediction

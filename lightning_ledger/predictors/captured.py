@@ -138,28 +138,30 @@ class ProgramPredictor(GradientPredictor):
         )
         return True
 
-    def predict(self, microbatch: Any, seed: int, *arguments: Any) -> Prediction | None:
+    def predict(self, microbatch: Any, seed: int, *arguments: Any, loss_scale: float = 1.0) -> Prediction | None:
         entry = self._entry(microbatch)
         if entry is None:
-            return self._eager.predict(microbatch, seed, *arguments)
+            return self._eager.predict(microbatch, seed, *arguments, loss_scale=loss_scale)
         use = self._count(entry)
         if entry.program is not None and not _is_due(use):
-            prediction = self._run(entry.program, microbatch, seed)
-            return prediction or self._eager.predict(microbatch, seed, *arguments)
-        eager = self._eager.predict(microbatch, seed, *arguments)
+            prediction = self._run(entry.program, microbatch, seed, loss_scale)
+            return prediction or self._eager.predict(microbatch, seed, *arguments, loss_scale=loss_scale)
+        eager = self._eager.predict(microbatch, seed, *arguments, loss_scale=loss_scale)
         if eager is None:
             return None  # whoever asked knows what else was skipped, and may ask again without programs
         restarted = entry.program is None and entry.resumed
         if entry.program is None:
             self._capture(entry, microbatch, seed, arguments)
         if entry.program is not None:
-            self._compare(entry, entry.program, eager, microbatch, seed, restarted and not _is_due(use))
+            self._compare(entry, entry.program, eager, microbatch, seed, loss_scale, restarted and not _is_due(use))
         return eager
 
-    def predict_into(self, deliver: Deliver, microbatch: Any, seed: int, *arguments: Any) -> Tensor | None:
+    def predict_into(
+        self, deliver: Deliver, microbatch: Any, seed: int, *arguments: Any, loss_scale: float = 1.0
+    ) -> Tensor | None:
         entry = self._entry(microbatch)
         if entry is None or entry.program is None or _is_due(self._uses.get(entry.name, 0) + 1):
-            return super().predict_into(deliver, microbatch, seed, *arguments)
+            return super().predict_into(deliver, microbatch, seed, *arguments, loss_scale=loss_scale)
         self._count(entry)
         delivered: set[str] = set()
 
@@ -168,12 +170,16 @@ class ProgramPredictor(GradientPredictor):
             deliver(name, gradient)
 
         try:
-            return entry.program.run(self._weights, self._others(), microbatch, seed, passed_on)
+            return entry.program.run(self._weights, self._others(), microbatch, seed, passed_on, loss_scale)
         except Exception as error:
             self._failed(error)
         # What the program has delivered cannot be taken back: the training step gives the rest.
         return super().predict_into(
-            lambda name, gradient: None if name in delivered else deliver(name, gradient), microbatch, seed, *arguments
+            lambda name, gradient: None if name in delivered else deliver(name, gradient),
+            microbatch,
+            seed,
+            *arguments,
+            loss_scale=loss_scale,
         )
 
     def _entry(self, microbatch: Any) -> _Entry | None:
@@ -209,10 +215,10 @@ class ProgramPredictor(GradientPredictor):
         frozen = [p for name, p in self.module.named_parameters() if name not in self._weights]
         return [*frozen, *self._eager.buffers.fresh().values()]
 
-    def _run(self, program: GradientProgram, microbatch: Any, seed: int) -> Prediction | None:
+    def _run(self, program: GradientProgram, microbatch: Any, seed: int, loss_scale: float) -> Prediction | None:
         """The program's prediction; None where it fails, and then it has run for the last time."""
         try:
-            return program(self._weights, self._others(), microbatch, seed)
+            return program(self._weights, self._others(), microbatch, seed, loss_scale)
         except Exception as error:
             self._failed(error)
             return None
@@ -267,14 +273,21 @@ class ProgramPredictor(GradientPredictor):
         self.compilations += 1
 
     def _compare(
-        self, entry: _Entry, program: GradientProgram, eager: Prediction, microbatch: Any, seed: int, restarted: bool
+        self,
+        entry: _Entry,
+        program: GradientProgram,
+        eager: Prediction,
+        microbatch: Any,
+        seed: int,
+        loss_scale: float,
+        restarted: bool,
     ) -> None:
         """Fall back to the eager predictor where the program's prediction is another."""
         unrounded = all(fmt.name == "fp32" for fmt in self.lowering.formats.distinct)
         bound = min(BOUNDS[entry.engine], UNROUNDED_BOUND if unrounded else math.inf)
         found = Difference(eager)
         try:
-            found.loss = program.run(self._weights, self._others(), microbatch, seed, found)
+            found.loss = program.run(self._weights, self._others(), microbatch, seed, found, loss_scale)
         except Exception as error:
             self._failed(error)
             return

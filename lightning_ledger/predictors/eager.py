@@ -61,7 +61,7 @@ class EagerPredictor(GradientPredictor):
         frozen = {n: p for n, p in self.module.named_parameters() if n not in weights and p.is_floating_point()}
         self.lowering.refresh({**weights, **frozen}, seed)
 
-    def predict(self, microbatch: Any, seed: int, *arguments: Any) -> Prediction | None:
+    def predict(self, microbatch: Any, seed: int, *arguments: Any, loss_scale: float = 1.0) -> Prediction | None:
         shape = shape_key(microbatch)
         counter = FlopCounter(self.lowering.formats_of) if (shape, False) not in self._work else None
         before = _sums(self.module) if counter is not None else {}
@@ -75,6 +75,7 @@ class EagerPredictor(GradientPredictor):
                 self.buffers,
                 self._context,
                 counter,
+                loss_scale,
             )
         if counter is not None:
             _refuse_written(self.module, before)

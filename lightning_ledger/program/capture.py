@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class GradientProgram:
         self.graph = graph
         self.names = tuple(names)
         self.draws = any(is_random(node) for node in graph.graph.nodes)
+        # oneDNN's LSTM keeps what its backward pass needs only where gradients are enabled; no input requires one.
+        self._grad = any(node.target is torch.ops.aten.mkldnn_rnn_layer.default for node in graph.graph.nodes)
         self._lowering = lowering
         self._operands, self._noise = lift(graph, tape)
         self._used = [name for name, is_used in zip(names, used, strict=True) if is_used]
@@ -63,7 +65,7 @@ class GradientProgram:
         self._compiled: Callable[..., Sequence[Tensor]] | None = None
 
     def __call__(
-        self, weights: Mapping[str, Tensor], others: Sequence[Tensor], batch: Any, seed: int, tangent: float = 1.0
+        self, weights: Mapping[str, Tensor], others: Sequence[Tensor], batch: Any, seed: int, loss_scale: float = 1.0
     ) -> tuple[Tensor, dict[str, Tensor | None]]:
         """Loss and gradients at these weights.
 
@@ -72,13 +74,13 @@ class GradientProgram:
             others: frozen parameters, then buffers, which the step may write to.
             batch: of the shapes it was captured with; it is not changed.
             seed: of the dropout masks and of the rounding noise.
-            tangent: what the loss's gradient starts from.
+            loss_scale: multiplies the loss before its backward pass, and is divided out of the gradients.
 
         Returns:
             The loss and a gradient per weight, None where the loss does not depend on it.
         """
         gradients: dict[str, Tensor | None] = dict.fromkeys(self.names)
-        loss = self.run(weights, others, batch, seed, gradients.__setitem__, tangent)
+        loss = self.run(weights, others, batch, seed, gradients.__setitem__, loss_scale)
         return loss, gradients
 
     def run(
@@ -88,18 +90,25 @@ class GradientProgram:
         batch: Any,
         seed: int,
         deliver: Deliver,
-        tangent: float = 1.0,
+        loss_scale: float = 1.0,
     ) -> Tensor:
         """The same, with each gradient delivered when it is known and kept no longer; returns the loss."""
         apart = tensors_apart(batch)
         assert apart is not None, "a batch that was captured can be taken apart"
-        inputs = self.inputs(weights, others, apart[0], tangent)
+        inputs = self.inputs(weights, others, apart[0], tangent=loss_scale)
         device = inputs[0].device
         draw = self._lowering.pass_noise(device, seed)
         self._stream.draw = lambda shape: draw(torch.empty(shape, device=device)) if draw else None
-        self._stream.deliver = deliver
+        if loss_scale == 1:
+            unscale = deliver
+        else:
+
+            def unscale(name: str, gradient: Tensor) -> object:
+                return deliver(name, gradient / loss_scale)
+
+        self._stream.deliver = unscale
         try:
-            with torch.no_grad(), seeded(seed, device) if self.draws else contextlib.nullcontext():
+            with torch.set_grad_enabled(self._grad), seeded(seed, device) if self.draws else contextlib.nullcontext():
                 if self._compiled is None:
                     loss: Tensor = self._streamed(*inputs)
                     return loss
@@ -107,7 +116,7 @@ class GradientProgram:
         finally:
             self._stream.reset()
         for name, gradient in zip(self._used, gradients, strict=True):
-            deliver(name, gradient)
+            unscale(name, gradient)
         return loss
 
     def inputs(
@@ -124,7 +133,7 @@ class GradientProgram:
         return [
             *own,
             *(x.detach() for x in others),
-            *(x.clone() for x in leaves),
+            *(x.detach().clone() for x in leaves),
             torch.tensor(tangent, device=own[0].device),
             *operands,
         ]
@@ -198,13 +207,24 @@ def capture(
         torch.ones((), device=next(iter(weights.values())).device),
     ]
     try:
-        with without_metrics(module):
+        # Anomaly detection looks at values, too.
+        with without_metrics(module), torch.autograd.set_detect_anomaly(False):
             graph = make_fx(traced)(*flat)
     except NotCapturable:
         raise
     except Exception as error:
         raise NotCapturable(_because(error)) from error
     return GradientProgram(graph, list(weights), used, lowering, tape)
+
+
+@contextlib.contextmanager
+def _said_to_compile() -> Iterator[None]:
+    """Answer yes to ``torch.compiler.is_compiling()``: libraries that ask do not then look at values of tensors."""
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 class _Reading(Exception):

@@ -16,6 +16,8 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torchmetrics import Metric
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
@@ -154,6 +156,22 @@ def without_side_effects(module: pl.LightningModule) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def generators_kept(module: nn.Module) -> Iterator[None]:
+    """Leave the random generators that are attributes of a module where they are.
+
+    Args:
+        module: whose generators.
+    """
+    held = [x for layer in module.modules() for x in layer.__dict__.values() if isinstance(x, _GENERATORS)]
+    restores = [restore for generator in held for restore in _remember_content(generator, set(), tensors=False)]
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+
+
+@contextlib.contextmanager
 def without_metrics(module: nn.Module) -> Iterator[None]:
     """Let torchmetrics take no update and return zero, for a trace: their checks look at values, which no trace can.
 
@@ -176,6 +194,31 @@ def without_metrics(module: nn.Module) -> Iterator[None]:
 
 def _zero(*args: Any, **kwargs: Any) -> Tensor:
     return torch.zeros(())
+
+
+@contextlib.contextmanager
+def without_power_iteration(module: nn.Module) -> Iterator[None]:
+    """Let spectral norms use their singular vectors as they are: the first pass of a batch has brought them closer.
+
+    Args:
+        module: whose layers are normalised, by either of PyTorch's spectral norms.
+    """
+    iterating = [
+        layer
+        for layer in module.modules()
+        if layer.training
+        and (
+            isinstance(layer, _SpectralNorm)
+            or any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values())
+        )
+    ]
+    try:
+        for layer in iterating:
+            layer.training = False
+        yield
+    finally:
+        for layer in iterating:
+            layer.training = True
 
 
 class ShadowBuffers:

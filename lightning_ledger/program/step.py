@@ -7,17 +7,19 @@ overwrites would be counted twice by the user's own bookkeeping.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_ledger.flops import FlopCounter
 from lightning_ledger.microbatches import private_copy
-from lightning_ledger.program.isolation import ShadowBuffers, seeded, without_side_effects
+from lightning_ledger.program.isolation import ShadowBuffers, generators_kept, seeded, without_side_effects
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -104,7 +106,9 @@ class _Step(nn.Module):
         if counter is not None:
             counter.phase = "backward"
         refuse_detached(loss, self.module)
-        seed = None if tangent is None else tangent.to(loss.dtype).expand_as(loss)
+        if not wanted:
+            return loss.detach(), ()
+        seed = None if tangent is None else tangent.to(loss).expand_as(loss)
         return loss.detach(), torch.autograd.grad(loss, tuple(wanted), seed, allow_unused=True)
 
 
@@ -157,6 +161,7 @@ def training_step_gradients(
     buffers: ShadowBuffers,
     context: Context = contextlib.nullcontext,
     counter: FlopCounter | None = None,
+    loss_scale: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor | None]] | None:
     """Loss and gradients of one training step at given weights, with no side effect on the module.
 
@@ -168,6 +173,8 @@ def training_step_gradients(
         buffers: the module's shadow buffers.
         context: the Trainer's precision context around the forward pass.
         counter: counts FLOPs, switched from forward to backward between the two.
+        loss_scale: multiplies the loss before its backward pass, and is divided out of the gradients: small ones
+            underflow in float16 without it.
 
     Returns:
         The detached loss and a gradient per weight (None for one the loss does not depend on), or None if the
@@ -181,13 +188,67 @@ def training_step_gradients(
     weights = {name: w.detach().requires_grad_() if w._backward_hooks else w for name, w in weights.items()}
     replaced = {name: w for name, w in weights.items() if own[name] is not w} | buffers.fresh()
     batch, *rest = arguments
-    result = differentiate(
-        module, tuple(weights.values()), replaced, (private_copy(batch), *rest), seed, context, counter
-    )
+    wanted, tangent = tuple(weights.values()), None if loss_scale == 1 else torch.tensor(loss_scale)
+    result = differentiate(module, wanted, replaced, (private_copy(batch), *rest), seed, context, counter, tangent)
     if result is None:
         return None
     loss, gradients = result
-    return loss, dict(zip(weights, gradients, strict=True))
+    return loss, {name: unscaled(g, loss_scale) for name, g in zip(weights, gradients, strict=True)}
+
+
+def loss_in_the_next_step(
+    module: pl.LightningModule, arguments: Sequence[Any], seed: int, context: Context = contextlib.nullcontext
+) -> float | None:
+    """The loss of a training step that was run once before: attributes are as that left them.
+
+    Buffers and random generators are put back in between, and everything after it.
+
+    Args:
+        module: the user's module.
+        arguments: what ``training_step`` takes: micro-batch, batch index.
+        seed: seeds the global generators for each of the two.
+        context: the Trainer's precision context.
+
+    Returns:
+        The second loss, or None if the training step returned None.
+    """
+    device = next(module.parameters()).device
+    eager = _uncompiled() if is_compiled(module) else contextlib.nullcontext()
+    step, (batch, *rest), result = _Step(module), arguments, None
+    with torch.enable_grad(), without_side_effects(module), eager:
+        for _ in range(2):
+            names = {f"module.{name}": buffer for name, buffer in ShadowBuffers(module).fresh().items()}
+            inputs = ((), (private_copy(batch), *rest), context, None, None)
+            with seeded(seed, device), generators_kept(module):
+                result = torch.func.functional_call(step, names, inputs)
+    return None if result is None else float(result[0])
+
+
+def unscaled(gradient: Tensor | None, loss_scale: float) -> Tensor | None:
+    """A gradient of a scaled loss as it would be without the scale."""
+    return gradient if gradient is None or loss_scale == 1 else gradient / loss_scale
+
+
+def loss_scale_of(precision: Precision) -> float:
+    """By what the Trainer multiplies the loss before its backward pass, rounded down to a power of two.
+
+    Multiplying and dividing by a power of two is exact.
+
+    Args:
+        precision: the Trainer's precision plugin.
+
+    Returns:
+        The scale; 1 where the plugin scales nothing.
+
+    Example:
+        >>> from lightning.pytorch.plugins import MixedPrecision
+        >>> loss_scale_of(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1000.0)))
+        512.0
+        >>> loss_scale_of(Precision())
+        1.0
+    """
+    scaler = getattr(precision, "scaler", None)
+    return 1.0 if scaler is None else 2.0 ** (math.frexp(scaler.get_scale())[1] - 1)
 
 
 def count_in_shadow(

@@ -1,4 +1,4 @@
-"""The strategies: the only code that alters training.
+"""What every strategy of ours does with a step, and Lightning's with the rest.
 
 One step, with every hook and charge:
 
@@ -14,23 +14,29 @@ One step, with every hook and charge:
         fleet.gather; .grad += scale * correction      in place, never rebound
         precision.post_backward                        on_after_backward sees the final estimate
     clipping, on_before_optimizer_step, optimizer step: as always
+
+With several processes the predictions are added before the last exact backward pass, and that pass averages what is in
+``.grad``, as it would on its own: one all-reduce of gradients a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_ledger.estimation import Correction, GradientEstimator, PredictionSettings, PredictionState
 from lightning_ledger.estimation.checks import refuse_unsupported
+from lightning_ledger.estimation.ranks import Ranks
+from lightning_ledger.estimation.sharded import ShardedEstimator
 from lightning_ledger.ledger import Ledger
 from lightning_ledger.prices import PriceBook
+from lightning_ledger.program import loss_scale_of
 
 
 class PredictedGradients(Strategy):
@@ -38,7 +44,12 @@ class PredictedGradients(Strategy):
 
     Mixed into a strategy's bases before the strategy itself. It overrides the public hooks ``connect``, ``setup``,
     ``training_step``, ``backward`` and ``optimizer_step``, and leaves everything else alone.
+
+    Attributes:
+        weigh_ranks: weigh each process's batch by its share of what the loss averages over, not all alike.
     """
+
+    weigh_ranks = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +61,7 @@ class PredictedGradients(Strategy):
         self._ledger: Ledger | None = None
         self._unit_samples: int | None = None
         self._prices: PriceBook | None = None
-        self._estimator: GradientEstimator | None = None
+        self._estimator: GradientEstimator | ShardedEstimator | None = None
         self._evaluations = 0
 
     # -------------------------------------------------------------------------------------- called by callbacks' setup
@@ -87,6 +98,35 @@ class PredictedGradients(Strategy):
         """The last batch's statistics: the other ``gpcv/*`` keys."""
         return self._estimator.statistics_values if self._estimator is not None else {}
 
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together; known once the Trainer has set up its environment."""
+        return Ranks.of(self)
+
+    # ---------------------------------------------------------------------------------------- what a base strategy adds
+
+    @property
+    def accumulates_apart(self) -> bool:
+        """Whether autograd must add to ``.grad`` in no backward pass but the last of a step."""
+        return False
+
+    def before_forward(self) -> None:
+        """Called before the passes of a batch."""
+
+    def before_last_backward(self, loss: Tensor) -> Tensor:
+        """Called before the last backward pass of a batch, with everything else in ``.grad``.
+
+        Args:
+            loss: whose backward pass it is.
+
+        Returns:
+            The loss to use: its backward pass averages ``.grad`` over the processes, where that is due.
+        """
+        return loss
+
+    def after_last_backward(self) -> None:
+        """Called after that pass."""
+
     # ----------------------------------------------------------------------------------------------- Lightning's hooks
 
     def connect(self, model: pl.LightningModule) -> None:
@@ -112,7 +152,16 @@ class PredictedGradients(Strategy):
         refuse_unsupported(module, ())
         super().setup(trainer)
         refuse_unsupported(module, self.optimizers)
-        self._estimator = GradientEstimator(
+        # Rounding has a stream of its own on every process, as draws have.
+        prediction = replace(prediction, seed=self.ranks.seed(prediction.seed))
+        self._estimator = self.make_estimator(module, prediction, state)
+
+    def make_estimator(
+        self, module: pl.LightningModule, prediction: PredictionSettings, state: PredictionState
+    ) -> GradientEstimator | ShardedEstimator:
+        """What estimates the gradients."""
+        ranks = self.ranks
+        return GradientEstimator(
             module,
             prediction,
             state,
@@ -121,18 +170,29 @@ class PredictedGradients(Strategy):
             self._unit_samples,
             self._prices,
             self.precision_plugin.train_step_context,
+            lambda: loss_scale_of(self.precision_plugin),
+            ranks=ranks,
+            weigh_ranks=self.weigh_ranks,
+            before_last=self.before_last_backward if ranks.size > 1 else None,
+            apart=self.accumulates_apart,
         )
 
     def teardown(self) -> None:
         """Let go of batches, predictions and rounded weights."""
-        super().teardown()
+        estimator = self._estimator
         self._forget()
+        try:
+            super().teardown()
+        finally:
+            if estimator is not None:
+                estimator.close()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Submit the predictions and run the exact passes; the returned loss stands for the whole batch."""
         if self._estimator is None:
             return super().training_step(*args, **kwargs)
         self._evaluations += 1
+        self.before_forward()
         return self._estimator.forward(*args, *kwargs.values())
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,6 +205,7 @@ class PredictedGradients(Strategy):
         closure_loss = precision.pre_backward(closure_loss, module)
         precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._estimator.backward()
+        self.after_last_backward()
         closure_loss = precision.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -178,54 +239,4 @@ def _missing_prediction(strategy: object, trainer: pl.Trainer) -> str:
         f"({callbacks}). Add lightning_ledger.callbacks.GradientPrediction(). With several config files, a later "
         "file's `callbacks:` list replaces the earlier ones, so a fragment must come last: "
         "`--config yours.yaml --config callbacks/gpcv.yaml` (it appends, with `callbacks+:`)."
-    )
-
-
-class PredictedGradientStrategy(PredictedGradients, SingleDeviceStrategy):
-    """Trains on one device from predicted gradients; the Trainer's accelerator chooses the device.
-
-    In Python ``Trainer(strategy=PredictedGradientStrategy())`` or ``strategy="predicted_gradients"``; in YAML
-
-        strategy:
-          class_path: lightning_ledger.strategies.PredictedGradientStrategy
-
-    Args:
-        device: only for use without a Trainer's accelerator; the Trainer overrides it.
-
-    Example:
-        >>> trainer = pl.Trainer(strategy=PredictedGradientStrategy(), accelerator="cpu", logger=False)
-        >>> trainer.strategy.root_device
-        device(type='cpu')
-    """
-
-    strategy_name = "predicted_gradients"
-
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__(device=device)
-        self._devices: list[torch.device] = []
-
-    @property
-    def parallel_devices(self) -> list[torch.device]:
-        """The devices that Lightning's connector chose: one."""
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        # The connector assigns its choice to a strategy that has this attribute and has no devices of its own.
-        devices = list(devices or [])
-        if len(devices) > 1:
-            raise MisconfigurationException(
-                f"{type(self).__name__} trains on one device, and the Trainer chose {len(devices)} ({devices}). Pass "
-                "Trainer(devices=1)."
-            )
-        self._devices = devices
-        if devices:
-            self._root_device = devices[0]
-
-
-if PredictedGradientStrategy.strategy_name not in StrategyRegistry.available_strategies():
-    StrategyRegistry.register(
-        PredictedGradientStrategy.strategy_name,
-        PredictedGradientStrategy,
-        description="One device; gradients predicted at low precision. Needs the GradientPrediction callback.",
     )
