@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import pytest
+import ray_runs
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -22,7 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ledger.callbacks import BudgetStopping, ComputeLedger, ControlVariate, GradientPrediction
 from lightning_ledger.control_variate import Layout
-from lightning_ledger.fleet import Fleet, InProcessFleet, Job
+from lightning_ledger.fleet import Fleet, InProcessFleet, Job, PredictorRecipe
+from lightning_ledger.fleet.latency import Machines
+from lightning_ledger.fleet.ray import RayFleet
+from lightning_ledger.fleet.simulated import SimulatedBackend, SimulatedFleet
 from lightning_ledger.microbatches import MicroBatch, shape_key
 from lightning_ledger.precision import FORMATS, ROUNDINGS, Format, Lowering, get_format
 from lightning_ledger.predictors import EagerPredictor, GradientPredictor, ProgramPredictor
@@ -54,7 +58,20 @@ PREDICTORS: dict[str, MakePredictor] = {
     "captured w4a16 nearest": captured("w4a16", "nearest"),
 }
 
-FLEETS: dict[str, MakeFleet] = {"in process": InProcessFleet}
+
+def recipe(predictor: GradientPredictor) -> PredictorRecipe:
+    assert isinstance(predictor, EagerPredictor)
+    lowering = predictor.lowering
+    return PredictorRecipe(lowering.formats.name, lowering.rounding, lowering.rotation, lowering.keep, "eager")
+
+
+FLEETS: dict[str, MakeFleet] = {
+    "in process": InProcessFleet,
+    "simulated": lambda predictor, layout: SimulatedFleet(
+        SimulatedBackend(Machines(workers=2), predictor.module), predictor, layout
+    ),
+    "ray": lambda predictor, layout: RayFleet(ray_runs.workers(), predictor.module, recipe(predictor), layout),
+}
 
 CALLBACKS: dict[str, Callable[[], L.Callback]] = {
     "ComputeLedger": ComputeLedger,

@@ -299,7 +299,7 @@ def test_wandb_fragment_makes_an_offline_logger(monkeypatch, tmp_path):
     assert cli.trainer.logger._offline
 
 
-def test_pl15256_fragment_before_their_config_is_refused(monkeypatch, tmp_path, own_config):
+def test_pl15256_ja478_fragment_before_their_config_is_refused(monkeypatch, tmp_path, own_config):
     with pytest.raises(Exception, match="GradientPrediction"):
         run_train_script(monkeypatch, tmp_path, ROOT / "callbacks" / "gpcv.yaml", own_config)
 

@@ -93,8 +93,8 @@ def test_predictions_are_fleet_work_in_their_format(tmp_path: Path) -> None:
     assert dict(totals["fleet/control"].flops_by_format) == {"int4": 3 * 2 * (FORWARD + BACKWARD)}
     assert dict(totals["fleet/prediction"].flops_by_format) == {"int4": 3 * 6 * (FORWARD + BACKWARD)}
     # Separability is checked on the first batch: gradients of all eight samples in two pieces and in their halves, and
-    # of the first piece once more.
-    assert totals["setup/checks"].flops == (8 + 8 + 4) * (FORWARD + BACKWARD)
+    # of the first piece once more; and two forward passes of it in a row.
+    assert totals["setup/checks"].flops == (8 + 8 + 4) * (FORWARD + BACKWARD) + 2 * 4 * FORWARD
     assert ledger.ledger.exact_equivalent.flops == 3 * 8 * (FORWARD + BACKWARD)
 
 

@@ -22,7 +22,7 @@ from tests.ledger_runs import (
 )
 
 
-def test_tango152_resume_equals_uninterrupted_and_marks_relogged_steps(tmp_path: Path) -> None:
+def test_tango152_wb6717_resume_equals_uninterrupted_and_marks_relogged_steps(tmp_path: Path) -> None:
     state = checkpoint_after(tmp_path, 5, beyond=3)
     ledger = resume(state, tmp_path)
     train(ledger, 3)

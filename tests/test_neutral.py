@@ -130,13 +130,26 @@ def test_all_exact_is_stock_lightning_in_bf16_mixed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
-def test_all_exact_does_not_depend_on_the_number_of_micro_batches(n: int, tmp_path: Path) -> None:
+def test_torchgpipe35_all_exact_does_not_depend_on_the_number_of_micro_batches(n: int, tmp_path: Path) -> None:
     """Batches of 4, and one of 2: more micro-batches than samples make one per sample."""
     stock, ours = model(), model()
     run(tmp_path, stock)
     prediction = GradientPrediction(microbatches=n, exact=n)
     run(tmp_path, ours, [prediction], strategy=PredictedGradientStrategy())
     assert relative_error(weights(ours), weights(stock)) < RELATIVE
+
+
+@pytest.mark.parametrize("exact", [1, 4])
+def test_pl21808_an_epoch_shorter_than_the_window_closes_it(exact: int, tmp_path: Path) -> None:
+    """Seven batches an epoch in windows of 10: each epoch's end closes one, and the next epoch begins another."""
+    options: dict[str, Any] = {"accumulate_grad_batches": 10}
+    start, stock, ours = (model() for _ in range(3))
+    stock_trainer, _ = run(tmp_path, stock, **options)
+    settings = predicted(exact, format="fp32")
+    ledger = ComputeLedger(dirpath=str(tmp_path))
+    our_trainer, _ = run(tmp_path, ours, [ledger, *settings.pop("callbacks")], **settings, **options)
+    assert stock_trainer.global_step == our_trainer.global_step == ledger.ledger.steps == EPOCHS
+    assert relative_error(weights(ours) - weights(start), weights(stock) - weights(start)) < RELATIVE_UPDATE
 
 
 def test_unrounded_predictions_are_neutral_too(tmp_path: Path) -> None:
