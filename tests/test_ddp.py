@@ -147,7 +147,7 @@ def _forced(data: list[list[BATCH]], draws: list[tuple[tuple[int, ...], ...]], o
     found, share = [], options.pop("share", None)
     for pair in draws:
         callbacks = [] if share is None else [Fractional(share)]
-        where = "lightning_ledger.estimation.estimator.draw_"
+        where = "lightning_ledger.estimation.drawing.draw_"
         with patch(where + ("control" if share is None else "bernoulli"), return_value=pair[rank()]):
             prediction = CORRECTED if share is None else {**CORRECTED, "microbatches": 2}
             found.append(run(data, prediction, *callbacks, **options).gradients[0])
@@ -192,7 +192,7 @@ def _drawn(data: list[list[BATCH]]) -> list[Any]:
         drawn.append((draw_control(n, k, generator), generator.get_state().sum().item()))
         return drawn[-1][0]  # type: ignore[no-any-return]
 
-    with patch("lightning_ledger.estimation.estimator.draw_control", noted):
+    with patch("lightning_ledger.estimation.drawing.draw_control", noted):
         run(data, {"exact": 1, "engine": "eager"})
     return drawn
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_ledger.callbacks import ControlVariate, GradientPrediction
 from lightning_ledger.control_variate import optimal_coefficient
-from lightning_ledger.estimation import Correction, GradientEstimator, PredictionSettings, PredictionState, estimator
+from lightning_ledger.estimation import Correction, GradientEstimator, PredictionSettings, PredictionState, drawing
 from lightning_ledger.microbatches import TokenWeights, draw_control
 from lightning_ledger.precision import FORMATS, Lowering
 from lightning_ledger.precision.rounding import derive_seed
@@ -251,8 +251,8 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, ...] | None],
         assert (n, k) == (N, len(forced[0]))
         return forced[0]
 
-    monkeypatch.setattr(estimator, "draw_control", control)
-    monkeypatch.setattr(estimator, "draw_seeds", lambda n, generator: SEEDS[:n])
+    monkeypatch.setattr(drawing, "draw_control", control)
+    monkeypatch.setattr(drawing, "draw_seeds", lambda n, generator: SEEDS[:n])
     return lambda control: forced.__setitem__(0, control)
 
 

@@ -18,7 +18,7 @@ from lightning_ledger.estimation import (
     GradientEstimator,
     PredictionSettings,
     PredictionState,
-    estimator,
+    drawing,
 )
 from lightning_ledger.ledger import Ledger
 from lightning_ledger.microbatches import TokenWeights
@@ -94,13 +94,13 @@ class Step:
 
 @pytest.fixture(autouse=True)
 def fixed_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimator, "draw_seeds", lambda n, generator: SEEDS[:n])
+    monkeypatch.setattr(drawing, "draw_seeds", lambda n, generator: SEEDS[:n])
 
 
 def bernoulli(step: Step, q: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[float, Tensor]]:
     for k in range(N + 1):
         for control in itertools.combinations(range(N), k):
-            monkeypatch.setattr(estimator, "draw_bernoulli", lambda n, share, generator, forced=control: forced)
+            monkeypatch.setattr(drawing, "draw_bernoulli", lambda n, share, generator, forced=control: forced)
             yield q**k * (1 - q) ** (N - k), step.estimate(Allocation("int4", q, "bernoulli"))
 
 
@@ -130,7 +130,7 @@ def test_the_mean_over_all_draws_is_the_full_batch_gradient(
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_an_empty_draw_leaves_predictions_and_centre(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(weights, centred=True)
-    monkeypatch.setattr(estimator, "draw_bernoulli", lambda n, share, generator: ())
+    monkeypatch.setattr(drawing, "draw_bernoulli", lambda n, share, generator: ())
     found = step.estimate(Allocation("int4", 0.1, "bernoulli"), scale=64.0)
     assert step.centre is not None
     b = flat(step.module, step.centre.mean)  # a mean of n w_i (g_i - lam h_i): sum_i w_i b = b / n sum_i n w_i / sum w
@@ -143,7 +143,7 @@ def test_the_centre_is_the_mean_residual_of_earlier_steps(monkeypatch: pytest.Mo
     g, h = step.exact(), step.predicted()
     expected = torch.zeros_like(g[0])
     for count, control in enumerate([(1,), (), (0, 2), (3,), (1,), (2,), (3,)]):
-        monkeypatch.setattr(estimator, "draw_bernoulli", lambda n, share, generator, forced=control: forced)
+        monkeypatch.setattr(drawing, "draw_bernoulli", lambda n, share, generator, forced=control: forced)
         step.estimate(Allocation("int4", 0.2, "bernoulli"), scale=8.0)
         step.centre = step.correction.centre
         if control:
@@ -161,7 +161,7 @@ def test_without_predictions_the_estimate_is_the_mean_over_c(k: int, monkeypatch
     step.state.steps = 1  # no probe
     estimates = []
     for control in itertools.combinations(range(N), k):
-        monkeypatch.setattr(estimator, "draw_control", lambda n, k, generator, forced=control: forced)
+        monkeypatch.setattr(drawing, "draw_control", lambda n, k, generator, forced=control: forced)
         estimates.append(step.estimate(Allocation("int4", k / N, predicting=False)))
     truth = step.weighted(step.exact())
     assert relative_error(torch.stack(estimates).mean(0), truth) < RELATIVE

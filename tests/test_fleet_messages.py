@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,8 @@ def test_an_unknown_fleet_is_refused() -> None:
 
 
 @pytest.mark.parametrize("short", [True, False])
-def test_a_configuration_file_names_the_fleet(short: bool, tmp_path: Path) -> None:
+def test_a_configuration_file_names_the_fleet(short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])
     settings: Any = "ray"
     if not short:
         settings = {"class_path": "lightning_ledger.fleet.RaySettings", "init_args": {"workers": 4, "deadline": 9.0}}

@@ -28,7 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Of the products in .*, these stay in high precision"),
 ]
 
-eagerly = pytest.mark.filterwarnings("ignore:Predictions run eagerly from now on:UserWarning")
 LENGTH, BYTES, MASK = 32, 256, 256
 
 
@@ -51,8 +50,7 @@ class Wrapped(pl.LightningModule):
 def tokenized(tokens: Tensor, labels: Tensor) -> list[dict[str, Tensor]]:
     """Samples as their tokenizers make them, with a mask of what is no padding."""
     return [
-        {"input_ids": x, "attention_mask": torch.ones_like(x), "labels": y}
-        for x, y in zip(tokens, labels, strict=True)
+        {"input_ids": x, "attention_mask": torch.ones_like(x), "labels": y} for x, y in zip(tokens, labels, strict=True)
     ]
 
 
@@ -89,7 +87,6 @@ def bert(head: str) -> torch.nn.Module:
     return getattr(transformers, head)(config)
 
 
-@eagerly  # BERT looks into its attention mask
 @pytest.mark.parametrize(
     ("make", "data", "weights"),
     [
@@ -148,7 +145,8 @@ def wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WikiText2:
     return WikiText2()
 
 
-@eagerly  # torch looks into the mask for whether it is causal
+# PyTorch looks into the mask for whether it is causal.
+@pytest.mark.filterwarnings("ignore:Predictions run eagerly from now on:UserWarning")
 def test_lightnings_transformer(wikitext: WikiText2, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = LightningTransformer(vocab_size=wikitext.vocab_size)

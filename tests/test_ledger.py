@@ -39,9 +39,9 @@ def test_accounts_and_tiers() -> None:
     prices = PriceBook(fleet_forward=0.1)
     # 600 / 200 = 3 forward-equivalents each: 3 at the scarce price, 0.3 at the fleet's.
     assert by_tier(ledger.costs(prices)) == pytest.approx(
-        {"scarce": 6, "validation": 3, "fleet": 0.9, "setup": 3, "transfer": 6, "waste": 6.3}
+        {"scarce": 6, "validation": 3, "fleet": 1.2, "setup": 6, "transfer": 6, "waste": 6.3}
     )
-    assert ledger.cost(prices) == pytest.approx(6 + 3 + 0.9 + 3 + 6 + 6.3)
+    assert ledger.cost(prices) == pytest.approx(6 + 3 + 1.2 + 6 + 6 + 6.3)
 
 
 def test_open_work_is_in_the_totals() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ledger.callbacks import ControlVariate, GradientPrediction
-from lightning_ledger.estimation import estimator
+from lightning_ledger.estimation import drawing
 from lightning_ledger.strategies import PredictedGradientStrategy
 from tests.lightning_runs import relative_error, trainer
 from tests.model_kinds import KINDS, Kind, gradient, states
@@ -75,7 +75,7 @@ def every_set_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (n, k) == (N, 1)
         return (next(turn),)
 
-    monkeypatch.setattr(estimator, "draw_control", in_turn)
+    monkeypatch.setattr(drawing, "draw_control", in_turn)
 
 
 @pytest.fixture(params=KINDS)

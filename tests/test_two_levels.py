@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_ledger import PriceBook
 from lightning_ledger.callbacks import AdaptiveAllocation, ComputeLedger, ControlVariate, GradientPrediction
 from lightning_ledger.control_variate import multilevel_relative_cost, variances
-from lightning_ledger.estimation import Allocation, allocate_levels, estimator
+from lightning_ledger.estimation import Allocation, allocate_levels, drawing
 from lightning_ledger.strategies import PredictedGradientStrategy
 from tests.lightning_runs import Samples, relative_error, trainer, weights
 from tests.test_adaptive_allocation import N, Run, SaveAtBatchEnd
@@ -30,7 +30,7 @@ PRICES = {"int4": 0.001, "int8": 0.05}
 
 @pytest.fixture(autouse=True)
 def fixed_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimator, "draw_seeds", lambda n, generator: SEEDS[:n] if n == PARTS else (*range(n),))
+    monkeypatch.setattr(drawing, "draw_seeds", lambda n, generator: SEEDS[:n] if n == PARTS else (*range(n),))
 
 
 @pytest.mark.parametrize(("m", "k"), [(1, 1), (2, 1), (1, 2)])
@@ -44,7 +44,7 @@ def test_the_mean_over_all_draws_is_the_full_batch_gradient(
     for control in itertools.combinations(range(PARTS), k):
         for members in itertools.combinations(range(PARTS - k), m):
             drawn = iter([control, members])
-            monkeypatch.setattr(estimator, "draw_control", lambda n, k, generator, drawn=drawn: next(drawn))
+            monkeypatch.setattr(drawing, "draw_control", lambda n, k, generator, drawn=drawn: next(drawn))
             found.append(step.estimate(allocation))
             assert next(drawn, None) is None
     truth = step.weighted(step.exact())

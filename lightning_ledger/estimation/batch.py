@@ -10,36 +10,10 @@ from torch import Tensor
 
 from lightning_ledger.control_variate import Coefficients
 from lightning_ledger.estimation.centre import Centre
+from lightning_ledger.estimation.drawing import Drawn
 from lightning_ledger.estimation.exact import ExactPasses
 from lightning_ledger.fleet import Fleet, Predictions
 from lightning_ledger.microbatches import MicroBatch
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Which micro-batches of a batch get which passes.
-
-    Attributes:
-        control: C, as indices.
-        seeds: one for each micro-batch.
-        format: of the predictions.
-        share: q, if each micro-batch was drawn with this probability.
-        predicting: whether there are predictions.
-        probe: two micro-batches to try other predictions on; the first of them is exact.
-        probed: the format to try.
-        below: a coarser format, which predicts every micro-batch; empty if ``format`` does.
-        members: M, the micro-batches outside C that ``format`` predicts then.
-    """
-
-    control: tuple[int, ...]
-    seeds: tuple[int, ...]
-    format: str
-    share: float | None = None
-    predicting: bool = True
-    probe: tuple[int, ...] = ()
-    probed: str = ""
-    below: str = ""
-    members: tuple[int, ...] = ()
 
 
 @dataclass

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from lightning_ledger.control_variate import bias_z, coefficients, estimate_loss
 from lightning_ledger.estimation.accumulation import accumulate
-from lightning_ledger.estimation.batch import Batch, Drawn
+from lightning_ledger.estimation.batch import Batch
 from lightning_ledger.estimation.checks import check_separable, refuse_batchnorm
 from lightning_ledger.estimation.correction import Correction
+from lightning_ledger.estimation.drawing import Drawn, draw_passes
 from lightning_ledger.estimation.exact import ExactPasses
 from lightning_ledger.estimation.fallback import all_exact, make_up
 from lightning_ledger.estimation.fleets import Fleets
@@ -35,10 +36,6 @@ from lightning_ledger.ledger import Ledger
 from lightning_ledger.microbatches import (
     MicroBatch,
     Splitter,
-    draw_bernoulli,
-    draw_control,
-    draw_seeds,
-    draw_systematic,
     make_microbatches,
     total_amount,
 )
@@ -131,7 +128,7 @@ class GradientEstimator:
             refuse_batchnorm(self.module)  # at every batch: a layer's mode may change, and is known only now
         if not self.state.checked:
             self._check(batch, microbatches, arguments)
-        draw = self._draw(len(microbatches))
+        draw = draw_passes(len(microbatches), p, self.state, self.correction)
         step = self._batch = self._begin(microbatches, draw if self._fleets.available() else all_exact(draw), arguments)
         try:
             self._run(step, arguments)
@@ -170,43 +167,6 @@ class GradientEstimator:
             if skipped and fleet.run_eagerly("the training step returned None, which no program can"):
                 fleet.submit(jobs, arguments, step.corrected and step.observing)
                 self._gather(step, lost=True)
-
-    def _draw(self, n: int) -> Drawn:
-        """Draw C and the seeds: whatever they are needed for, so that the private stream depends on the batches."""
-        p, state, generator = self.prediction, self.state, self.state.generator
-        allocation = self.correction.allocation if self.correction is not None else None
-        if allocation is None:
-            if p.others:
-                raise MisconfigurationException(
-                    f"GradientPrediction(format={list(p.formats)}) names several formats to choose from, and nothing "
-                    "chooses: add lightning_ledger.callbacks.AdaptiveAllocation(), or pass one format."
-                )
-            k = n if p.exact >= p.microbatches else min(p.exact, n)
-            return Drawn(draw_control(n, k, generator), draw_seeds(n, generator), p.format)
-        share = None if allocation.draw == "uniform" else allocation.share
-        if share is None:
-            control = draw_control(n, allocation.count(n), generator)
-        elif allocation.draw == "bernoulli":
-            control = draw_bernoulli(n, share, generator)
-        else:
-            if state.phase is None:
-                state.phase = float(torch.rand((), generator=generator, dtype=torch.float64))
-            control, state.phase = draw_systematic(n, share, state.phase)
-        seeds = draw_seeds(n, generator)
-        assert self.correction is not None
-        probed = self.correction.probed(p.formats, state.steps)  # the same on all processes
-        probe: tuple[int, ...] = ()
-        if probed is not None and n > 1 and control:
-            first = control[int(torch.randint(len(control), (), generator=generator))]
-            second = (first + 1 + int(torch.randint(n - 1, (), generator=generator))) % n
-            probe = first, second
-        apart = [i for i in range(n) if i not in control]
-        m = allocation.members(n, len(control)) if allocation.predicting else 0
-        members = tuple(apart[i] for i in draw_control(len(apart), m, generator)) if m else ()
-        below = allocation.below if members else ""
-        return Drawn(
-            control, seeds, allocation.format, share, allocation.predicting, probe, probed or "", below, members
-        )
 
     def _begin(self, microbatches: tuple[MicroBatch, ...], draw: Drawn, arguments: Sequence[Any]) -> Batch:
         n, k, correction, layout = len(microbatches), len(draw.control), self.correction, self._fleets.layout

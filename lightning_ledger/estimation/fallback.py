@@ -13,7 +13,8 @@ from dataclasses import replace
 import lightning.pytorch as pl
 
 from lightning_ledger.estimation.accumulation import add
-from lightning_ledger.estimation.batch import Batch, Drawn
+from lightning_ledger.estimation.batch import Batch
+from lightning_ledger.estimation.drawing import Drawn
 from lightning_ledger.estimation.metering import StepMetering
 from lightning_ledger.program import Context, ShadowBuffers, trainable, training_step_gradients
 

@@ -208,7 +208,7 @@ def capture(
     ]
     try:
         # Anomaly detection looks at values, too.
-        with without_metrics(module), torch.autograd.set_detect_anomaly(False):
+        with without_metrics(module), torch.autograd.set_detect_anomaly(False), _said_to_compile():
             graph = make_fx(traced)(*flat)
     except NotCapturable:
         raise
