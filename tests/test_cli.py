@@ -55,7 +55,7 @@ def python(code: str) -> str:
 def test_help_teaches_every_command_with_examples(capsys, arguments):
     assert cli.main(arguments) == 0
     shown = capsys.readouterr().out
-    for command in (*cli.TRAINING, cli.PLANNING, *cli.READING):
+    for command in (*cli.TRAINING, cli.PLANNING, cli.SWEEPING, *cli.READING):
         assert f"\n  {command} " in shown
     assert "lightning-ledger compare runs/" in shown
 
@@ -82,7 +82,7 @@ def test_version(capsys):
     [
         (["compar"], "Did you mean 'compare'?"),
         (["vrify"], "Did you mean 'verify'?"),
-        (["zzz"], "Known are fit, validate, test, predict, plan, export, compare, reprice, verify."),
+        (["zzz"], "Known are fit, validate, test, predict, plan, export, sweep, compare, reprice, verify."),
         (["compare"], "runs"),
         (["compare", "no/such/run"], "no/such/run"),
         (["compare", "x", "--mode", "middle"], "middle"),

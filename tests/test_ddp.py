@@ -95,7 +95,7 @@ def test_two_ranks_all_exact_are_one_process_and_stock_ddp(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_perfect_predictions_leave_nothing_to_the_draw(name: str) -> None:
+def test_pt105723_perfect_predictions_leave_nothing_to_the_draw(name: str) -> None:
     """Whatever passes are announced to DDP and whatever are not, the gradient is the batch's."""
     data = parts(3)
     stock, _ = on_both(data, None, SETTINGS[name])
