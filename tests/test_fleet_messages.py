@@ -189,7 +189,8 @@ def test_a_configuration_file_names_the_fleet(short: bool, monkeypatch: pytest.M
     if not short:
         settings = {"class_path": "lightning_ledger.fleet.RaySettings", "init_args": {"workers": 4, "deadline": 9.0}}
     callback = {"class_path": "lightning_ledger.callbacks.GradientPrediction", "init_args": {"fleet": settings}}
-    cli = LightningCLI(Regression, args={"trainer": {"callbacks": [callback], "logger": False}}, run=False)
+    given = {"trainer": {"callbacks": [callback], "logger": False}}
+    cli = LightningCLI(Regression, args=given, run=False, seed_everything_default=False)
     found = next(c for c in cli.trainer.callbacks if isinstance(c, GradientPrediction)).prediction.fleet
     assert isinstance(found, RaySettings)
     assert (found.workers, found.deadline) == ((2, 600.0) if short else (4, 9.0))

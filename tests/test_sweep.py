@@ -165,13 +165,28 @@ def test_a_folder_of_another_command_is_left_alone(tmp_path, capsys):
     assert (tmp_path / "runs" / "run" / "ledger.jsonl").read_text() == before
 
 
+def test_a_folder_that_no_sweep_made_is_left_alone(tmp_path, capsys):
+    (notes := tmp_path / "runs" / "run" / "notes.txt").parent.mkdir(parents=True)
+    notes.write_text("mine")
+    assert cli.main(["sweep", str(write(tmp_path, values(loss=[3.0]))), f"--folder={tmp_path / 'runs'}"]) == 2
+    assert "holds files that no sweep put there" in capsys.readouterr().err
+    assert notes.read_text() == "mine"
+
+
+def test_sweeping_needs_no_torch():
+    code = "import sys; from lightning_ledger import cli; code = cli.main(['sweep', 'configs/sweeps/demo.yaml', "
+    code += "'--dry-run']); assert code == 0; assert not {'torch', 'lightning'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
 def test_a_dry_run_prints_the_commands_of_the_demos_sweep(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert cli.main(["sweep", "configs/sweeps/demo.yaml", f"--folder={tmp_path / 'runs'}", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 9
     assert lines[0].startswith("/usr/bin/env ")
-    assert "fit --config=configs/demo.yaml --config=configs/wandb.yaml --config=configs/demo/exact-4.yaml" in lines[0]
+    assert " -m lightning_ledger.cli fit --config=configs/demo.yaml " in lines[0]
+    assert " --config=configs/demo/exact-4.yaml --model.init_args.learning_rate=0.0005 " in lines[0]
     assert not (tmp_path / "runs").exists()
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.study.records import facts, write_csv, write_json
 from lightning_ledger import reports
@@ -40,8 +43,10 @@ def run(file: Path, folder: Path, results: Path, command: str, jobs: int) -> int
     chosen = [run for run in runs if rates.get(run.parameters[ARM]) == run.parameters[RATE]]
     outcomes |= run_all(chosen, folder, jobs)
     kept = [run for run in chosen if outcomes[run.name].status == "finished"]
-    report(kept, tuning, rates, folder, results, command)
-    return 0 if all(outcome.status == "finished" for outcome in outcomes.values()) else 1
+    failed = [name for name, outcome in outcomes.items() if outcome.status == "failed"]
+    made = {**facts(command), "runs": len(kept), "tuned": len(tuning), "failed": failed}
+    report(kept, tuning, rates, folder, results, made)
+    return 1 if failed else 0
 
 
 def best_rates(runs: Sequence[Run], outcomes: Mapping[str, Outcome], folder: Path) -> dict[str, float]:
@@ -56,26 +61,33 @@ def best_rates(runs: Sequence[Run], outcomes: Mapping[str, Outcome], folder: Pat
 
 
 def report(
-    kept: Sequence[Run], tuning: Sequence[Run], rates: Mapping[str, float], folder: Path, results: Path, command: str
+    kept: Sequence[Run],
+    tuning: Sequence[Run],
+    rates: Mapping[str, float],
+    folder: Path,
+    results: Path,
+    made: Mapping[str, Any],
 ) -> None:
     """Compare the runs at their best rates, at 0.05 and over fleet prices; write the numbers and the picture."""
-    tried = {arm: sorted(run.parameters[RATE] for run in tuning if run.parameters[ARM] == arm) for arm in rates}
-    paths = {arm: [folder / run.name for run in kept if run.parameters[ARM] == arm] for arm in rates}
-    comparison = reports.compare([path for group in paths.values() for path in group], METRIC)
-    by_run = {run: arm for arm in comparison.arms for run in arm.runs}
+    paths: dict[str, list[Path]] = {}
+    for run in kept:
+        paths.setdefault(run.parameters[ARM], []).append(folder / run.name)
+    every = [path for group in paths.values() for path in group]
+    groups = [f"{Path(arm).stem}={_seeds_of(group[0])}" for arm, group in paths.items()]
+    comparison = reports.compare(every, METRIC, groups=groups)
+    arms = {arm.label: arm for arm in comparison.arms}
     rows = []
     for name, group in paths.items():
-        if not group:
-            continue
-        arm = by_run[group[0].name]
+        arm = arms[Path(name).stem]
+        tried = [run.parameters[RATE] for run in tuning if run.parameters[ARM] == name]
         cost = arm.cost_to_target
         rows.append(
             {
-                "arm": Path(name).stem,
+                "arm": arm.label,
                 "kind": arm.kind,
                 "batch": arm.settings.batch,
                 "learning_rate": rates[name],
-                "at_edge": rates[name] in (tried[name][0], tried[name][-1]),
+                "at_edge": rates[name] in (min(tried), max(tried)),
                 "seeds": len(group),
                 "best": arm.best,
                 "reached": arm.reached,
@@ -85,29 +97,32 @@ def report(
                 **{key.partition("/")[2]: observed(group, key) for key in OBSERVED},
             }
         )
-    repriced = reports.reprice([path for group in paths.values() for path in group], PRICES, METRIC)
-    labels = {by_run[group[0].name].label: Path(name).stem for name, group in paths.items() if group}
     write_csv(results / "windows.csv", rows)
-    write_csv(
-        results / "windows_prices.csv",
-        [
-            {
-                "arm": labels[arm.label],
-                "censored": arm.censored,
-                "verdict": arm.verdict,
-                "break_even": arm.break_even,
-                **{f"cost at {price:g}": arm.cost(price).mean for price in PRICES},
-                **{f"half width at {price:g}": arm.cost(price).half_width for price in PRICES},
-            }
-            for arm in repriced.arms
-        ],
-    )
+    repricing = reports.reprice(every, PRICES, METRIC, groups=groups)
+    costs = [
+        {
+            "arm": arm.label,
+            "censored": arm.censored,
+            "verdict": arm.verdict,
+            "break_even": arm.break_even,
+            **{f"cost at {price:g}": arm.cost(price).mean for price in PRICES},
+            **{f"half width at {price:g}": arm.cost(price).half_width for price in PRICES},
+        }
+        for arm in repricing.arms
+    ]
+    write_csv(results / "windows_prices.csv", costs)
     rule = {"target": comparison.target, "target_rule": comparison.target_rule, "metric": METRIC}
     priced = {"unit_flops": comparison.unit_flops, "fleet_price": comparison.prices.fleet_forward}
-    write_json(results / "windows.json", {**facts(command), **rule, **priced, "runs": len(kept), "tuned": len(tuning)})
+    write_json(results / "windows.json", {**made, **rule, **priced})
+    # All arms in one picture would be illegible: the cheapest of each way to spend.
     rivals = [way.arm.label for way in comparison.ways if way.arm is not None]
-    shown = [path for name, group in paths.items() for path in group if by_run[path.name].label in rivals]
-    reports.plot_repricing(reports.reprice(shown, PRICES, METRIC, target=comparison.target), results / "windows.png")
+    shown = [arm for arm in repricing.arms if arm.label in rivals]
+    reports.plot_repricing(replace(repricing, arms=shown), results / "windows.png")
+
+
+def _seeds_of(run: Path) -> str:
+    """A pattern of the paths that differ from a run's in the seed alone."""
+    return re.sub(r"-seed-[^-/]*$", "-seed-*", run.as_posix())
 
 
 def observed(folders: Iterable[Path], key: str) -> float | None:

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_ledger.sweeps.definition import Run, checkpoint
 
 STATE = "sweep.json"  # in each run's folder
+NEW_STATE = f"{STATE}.new"
 LOG = "log.txt"
 LOCK = ".lock"  # held in the sweep's folder by who runs it, in a run's folder by its process
 FOLDER = "SWEEP_RUN_DIR"  # environment variable that tells a program its run's folder
@@ -68,7 +69,7 @@ class Outcome:
 
     def write(self, folder: Path) -> None:
         """Replaces the file in one step, so that no kill leaves half of it."""
-        fresh = folder / f"{STATE}.new"
+        fresh = folder / NEW_STATE
         fresh.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         fresh.replace(folder / STATE)
 
@@ -156,7 +157,7 @@ def run_all(
         How each run ended, by name, those of earlier calls included.
 
     Raises:
-        ValueError: a folder holds another run of that name.
+        ValueError: a folder of that name holds another run, or something else.
         BlockingIOError: another process runs this sweep.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -200,6 +201,8 @@ def _check_same(run: Run, found: Outcome, folder: Path) -> None:
         raise ValueError(
             f"{folder} holds a run of another command: {' '.join(found.words)}. Remove it, or choose another --folder."
         )
+    if found.status == "waiting" and folder.exists() and {file.name for file in folder.iterdir()} - {LOCK, NEW_STATE}:
+        raise ValueError(f"{folder} holds files that no sweep put there. Move them, or choose another --folder.")
 
 
 def _progress(console: Console) -> Progress:
