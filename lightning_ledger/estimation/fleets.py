@@ -64,6 +64,8 @@ class Fleets:
             )
         refuse_accumulation_hooks(parameters)
         self.layout = Layout.of(parameters)
+        for fleet in self._fleets.values():
+            fleet.close()
         self._fleets.clear()
         self._refreshed.clear()
         self._metering.restart()

@@ -98,6 +98,9 @@ class Fleet(ABC):
     def gather(self) -> Predictions:
         """Wait for the predictions of the submitted batch."""
 
+    def close(self) -> None:  # noqa: B027  in process there is nothing to do
+        """Forget the predictor; the machines stay."""
+
     @abstractmethod
     def work(self, shape: Hashable) -> StepFlops | None:
         """FLOPs of one prediction on micro-batches of this shape; None before the first such prediction."""

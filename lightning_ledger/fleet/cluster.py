@@ -24,15 +24,16 @@ from lightning_ledger.fleet.worker import Packed, PredictionWorker
 START_SECONDS = 120.0
 # Ray ends a driver that could not reach the cluster's head for a minute. Training goes on without a cluster.
 _ENVIRONMENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**8)}
-# Of a cluster that is started here: it listens on 127.0.0.1 only, and tells nobody that it is in use.
+# Of a cluster on this machine alone: it listens on 127.0.0.1 only, and tells nobody that it is in use.
 _LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def require_ray(local: bool = False) -> Any:
     """The ``ray`` package.
 
     Args:
-        local: whether a cluster will be started with it.
+        local: whether the cluster is, or will be, one that this machine alone can reach.
 
     Raises:
         ModuleNotFoundError: if it is not installed.
@@ -114,7 +115,7 @@ class Cluster:
         self._held: dict[str, _Held] = {}
         self._state = "down"
         self._since = -float("inf")
-        self._ray = require_ray(local=address is None)
+        self._ray = require_ray(local=address is None or _host(address) in _LOOPBACK)
         self._doors: list[tuple[str, int]] = []
 
     # ------------------------------------------------------------------------------------------------------- lifetime
@@ -315,9 +316,12 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
+def _host(address: str) -> str:
+    return address.rpartition("://")[2].rpartition(":")[0].strip("[]")
+
+
 def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    return host.strip("[]"), int(port)
+    return _host(address), int(address.rpartition(":")[2])
 
 
 def _listens(host: str, port: int) -> bool:

@@ -162,7 +162,6 @@ class RayFleet(Fleet):
         cluster.define(self._key, content)
 
     def close(self) -> None:
-        """Let the workers forget this predictor."""
         self._cluster.drop(self._key)
 
     def work(self, shape: Hashable) -> StepFlops | None:
