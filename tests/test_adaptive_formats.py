@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ledger import PriceBook
-from lightning_ledger.callbacks import ComputeLedger, ControlVariate, GradientPrediction
+from lightning_ledger.callbacks import AdaptiveAllocation, ComputeLedger, ControlVariate, GradientPrediction
 from lightning_ledger.estimation import Allocation, Correction, GradientEstimator, PredictionSettings, PredictionState
-from lightning_ledger.strategies import PredictedGradientStrategy
+from lightning_ledger.strategies import PredictedGradientDDPStrategy, PredictedGradientStrategy
 from tests.lightning_runs import Samples, TokenModel, flat, token_batch, trainer, weights
 from tests.test_adaptive_allocation import N, Run, SaveAtBatchEnd
 
@@ -111,6 +113,61 @@ def test_a_probe_leaves_the_estimate_as_it_is() -> None:
     assert other is not None
     # int8 is nearer to the same exact gradient than int4 is.
     assert 0 < float(other.mean("residual").sum()) < 0.1 * float(alone.statistics.mean("residual").sum())
+
+
+@pytest.mark.parametrize("formats", ["fp8", ["fp8", "int4"]])
+def test_resumed_with_other_formats_it_begins_with_the_first_of_these(formats: Any, tmp_path: Path) -> None:
+    first, checkpoint = run_with(tmp_path / "first", {"int4": 0.05, "int8": 0.05}), tmp_path / "saved.ckpt"
+    first.callbacks.append(SaveAtBatchEnd(checkpoint, 20))
+    first.fit(20)
+    assert first.column("format_index")[-1] == 1  # int8
+    other = Run(tmp_path / "other", format=formats)
+    other.fit(22, checkpoint)
+    totals = other.ledger.ledger.totals()
+    assert totals["fleet/prediction"].flops_by_format["fp8"] > 0
+    correction = other.variate.correction
+    assert correction.format == "fp8"
+    # What was known of int8 is not taken for fp8's: two steps are.
+    assert correction.statistics is not None
+    assert correction.statistics.steps == 2
+    assert correction.others["int8"].statistics is not None
+    assert correction.others["int8"].statistics.steps >= 9
+
+
+def test_statistics_of_another_format_are_not_gone_on_with_without_allocation(tmp_path: Path) -> None:
+    def fit(name: str, format: str, steps: int, checkpoint: Path | None = None) -> Run:
+        run = Run(tmp_path / name, format=format)
+        run.callbacks.remove(run.allocation)
+        return run.fit(steps, checkpoint)
+
+    first, checkpoint = fit("first", "int8", 12), tmp_path / "saved.ckpt"
+    first.trainer.save_checkpoint(checkpoint)
+    same, other = (fit(name, name, 14, checkpoint).variate.correction.statistics for name in ("int8", "int4"))
+    assert same is not None
+    assert other is not None
+    assert (same.steps, other.steps) == (14, 2)
+
+
+def test_finding_a_learning_rate_leaves_nothing_known_behind(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {"int4": 0.05, "int8": 0.05})
+    run.module.lr = 1e-3
+    run.callbacks.append(LearningRateFinder(num_training_steps=8, min_lr=1e-5, max_lr=1e-3))
+    run.fit(5)
+    correction = run.variate.correction
+    assert correction.statistics is not None
+    assert correction.statistics.steps == 5
+    other = correction.of("int8").statistics
+    assert other is not None
+    assert other.steps == 5
+
+
+def test_fractional_draws_on_several_processes_are_refused() -> None:
+    callbacks = [GradientPrediction(), ControlVariate(), allocation := AdaptiveAllocation(fractional=True)]
+    run = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=PredictedGradientDDPStrategy(), callbacks=callbacks, logger=False
+    )
+    with pytest.raises(MisconfigurationException, match="fractional=True on 2 processes"):
+        allocation.setup(run, TokenModel(), "fit")
 
 
 def test_a_list_without_anybody_to_choose_is_refused(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ class AdaptiveAllocation(pl.Callback):
         """Refuse what leaves nothing to allocate; a checkpoint, loaded later, may know a better start."""
         if stage != "fit":
             return
-        predicting_strategy(trainer, self)
+        predicting_strategy(trainer, self).choose_formats()
         self._prediction, _ = _other(trainer, GradientPrediction), _other(trainer, ControlVariate)
         p = self._prediction.prediction
         if not 0 < p.exact < p.microbatches:
@@ -170,6 +170,12 @@ class AdaptiveAllocation(pl.Callback):
                 f"multilevel=True spends a batch on two formats and exact gradients, and GradientPrediction("
                 f"format={list(p.formats)}, microbatches={p.microbatches}) leaves no room for that. Pass "
                 "format=[coarser, finer], such as ['int4', 'int8'], and microbatches=3 or more."
+            )
+        if self.fractional and trainer.world_size > 1:
+            raise MisconfigurationException(
+                f"fractional=True on {trainer.world_size} processes: where one of them draws no exact micro-batch it "
+                "runs no training_step, and the others' self.log(..., sync_dist=True) would wait for it for ever. Pass "
+                "fractional=False."
             )
         if (self.exact_without or 0) > p.microbatches:
             raise MisconfigurationException(
@@ -243,7 +249,9 @@ class AdaptiveAllocation(pl.Callback):
     def _evidence(self, correction: Correction) -> dict[str, Evidence]:
         """What is known of the format in use, and of the others where that is comparable: in the same metric."""
         assert self._prediction is not None
-        found = {}
+        found: dict[str, Evidence] = {}
+        if correction.evidence() is None:
+            return found
         for name in self._prediction.prediction.formats:
             of_format = correction.of(name)
             seen = of_format.evidence()
@@ -358,7 +366,9 @@ class AdaptiveAllocation(pl.Callback):
         if state["allocation"] is not None:
             assert self._prediction is not None
             start = self._prediction.prediction.format  # an earlier version knew one format
-            self._start = Allocation(**{"format": start, **state["allocation"]})
+            saved = Allocation(**{"format": start, **state["allocation"]})
+            if {saved.format, saved.below} - {""} <= set(self._prediction.prediction.formats):
+                self._start = replace(saved, probe_every=self.probe_every) if saved.predicting else saved
 
 
 def _ledger_of(trainer: pl.Trainer) -> ComputeLedger | None:

@@ -209,12 +209,12 @@ class ComputeLedger(pl.Callback):
 
     def _add_open(self) -> None:
         """Make the open work that of all processes: a collective."""
-        if self._ranks.size > 1:
+        if self._ranks.together:
             self.ledger.add_open(self._ranks.gather(self.ledger.open_work()), self._ranks.rank)
 
     def _settle(self) -> None:
         """The same between steps, where nobody may add it a second time."""
-        if self._ranks.size > 1:
+        if self._ranks.together:
             self._add_open()
             self.ledger.flush()
 

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities import move_data_to_device
 
 from lightning_ledger.callbacks.common import checked_state, log_values, predicting_strategy
+from lightning_ledger.callbacks.gradient_prediction import GradientPrediction
 from lightning_ledger.control_variate import Scope, Statistics
 from lightning_ledger.estimation import Centre, Correction
 from lightning_ledger.estimation.ranks import Ranks
@@ -59,6 +60,7 @@ class ControlVariate(pl.Callback):
         self.correction = Correction(number, scope, decay, observe_every)
         self._module: weakref.ref[pl.LightningModule] | None = None
         self._ranks = Ranks()
+        self._format = ""
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: everything but the reference to the module."""
@@ -72,6 +74,11 @@ class ControlVariate(pl.Callback):
             if other or c.others or c.between:
                 self.correction = Correction(c.coefficient, c.scope, c.decay, c.observe_every)
             self.correction.allocation = self.correction.centre = None  # AdaptiveAllocation sets them later
+            self._format = next(
+                (c.prediction.format for c in trainer.callbacks if isinstance(c, GradientPrediction)),  # type: ignore[attr-defined]
+                "",
+            )
+            self.correction.format = self._format
             self._module = weakref.ref(pl_module)
             strategy = predicting_strategy(trainer, self)
             self._ranks = strategy.ranks
@@ -80,6 +87,8 @@ class ControlVariate(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Automatic optimization has one optimizer: its metric is what its updates are scaled by."""
         self.correction.optimizer = trainer.optimizers[0] if trainer.optimizers else None
+        if self.correction.allocation is None:  # a checkpoint may know another format's statistics
+            self.correction.use(self._format)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let go of the optimizer."""
@@ -98,12 +107,13 @@ class ControlVariate(pl.Callback):
         """
         c = self.correction
         own: dict[str, Any] = {
+            "format": c.format,
             **_state_of(c),
             "centre": None if c.centre is None else c.centre.state_dict(),
             "others": {name: _state_of(other) for name, other in c.others.items()},
             "between": None if c.between is None else _state_of(c.between),
         }
-        ranks = {} if self._ranks.size == 1 else {"ranks": self._ranks.gather(move_data_to_device(own, "cpu"))}
+        ranks = {"ranks": self._ranks.gather(move_data_to_device(own, "cpu"))} if self._ranks.together else {}
         return {"kind": self.KIND, "schema": self.SCHEMA, **own, **ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -113,6 +123,9 @@ class ControlVariate(pl.Callback):
             state = saved[self._ranks.rank if self._ranks.rank < len(saved) else 0]
         centre = state.get("centre")
         _restore(c, state)
+        c.format = state.get("format") or c.format
+        c.others.clear()
+        c.between = None
         c.centre = None if centre is None else Centre.from_state_dict(centre)
         for name, of_format in state.get("others", {}).items():
             c.others[name] = Correction(c.coefficient, c.scope, c.decay, c.observe_every)

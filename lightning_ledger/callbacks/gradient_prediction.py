@@ -195,7 +195,7 @@ class GradientPrediction(pl.Callback):
             "phase": state.phase,
             "uses": {name: dict(uses) for name, uses in state.uses.items()},
         }
-        ranks = {} if self._ranks.size == 1 else {"ranks": self._ranks.gather(own)}
+        ranks = {"ranks": self._ranks.gather(own)} if self._ranks.together else {}
         return {
             "kind": self.KIND,
             "schema": self.SCHEMA,

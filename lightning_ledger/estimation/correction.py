@@ -52,6 +52,7 @@ class Correction:
         centre: of fractional draws; None if none is kept.
         cost_ratios: w at the present prices, and at a fleet price of 1, of the last batch that had them.
         names: of the parameters that they are about; None if a checkpoint brought them.
+        format: that they are about.
         others: what is known of predictions in formats that are not in use.
         between: what is known of coarser predictions against those in use, while there are both.
     """
@@ -67,12 +68,14 @@ class Correction:
     centre: Centre | None = None
     cost_ratios: tuple[float, float] = (0.0, 0.0)
     names: tuple[str, ...] | None = None
+    format: str = ""
     others: dict[str, Correction] = field(default_factory=dict)
     between: Correction | None = None
 
     def of(self, format: str) -> Correction:
         """The one that holds the statistics of this format: itself for the one in use."""
-        if self.allocation is None or format == self.allocation.format:
+        own = self._own_format
+        if not own or format == own:
             return self
         if format not in self.others:
             self.others[format] = Correction(self.coefficient, self.scope, self.decay, self.observe_every)
@@ -88,16 +91,26 @@ class Correction:
         if allocation.below:
             self.between = self.between or Correction(1.0, self.scope, self.decay)
             self.between.allocation = allocation
-        if before is not None and allocation.format != before.format:
-            other = self.of(allocation.format)
-            for name in ("statistics", "adam", "cost_ratios", "names"):
-                mine, its = getattr(self, name), getattr(other, name)
-                setattr(self, name, its)
-                setattr(other, name, mine)
-            self.others[before.format] = self.others.pop(allocation.format)
-            if self.centre is not None:
-                self.centre = Centre(decay=self.decay)
+        self.use(allocation.format)
         self.allocation = allocation
+
+    def use(self, format: str) -> None:
+        """Predict in this format from now on, with what is known of it."""
+        own, self.format = self._own_format, format
+        if not own or own == format:
+            return
+        other = self.others.pop(format, None) or Correction(self.coefficient, self.scope, self.decay)
+        for name in ("statistics", "adam", "cost_ratios", "names"):
+            mine, its = getattr(self, name), getattr(other, name)
+            setattr(self, name, its)
+            setattr(other, name, mine)
+        self.others[own] = other
+        if self.centre is not None:
+            self.centre = Centre(decay=self.decay)
+
+    @property
+    def _own_format(self) -> str:
+        return self.format or (self.allocation.format if self.allocation is not None else "")
 
     def probed(self, formats: Sequence[str], step: int) -> str | None:
         """The format to try besides what this step predicts; None in most steps.
@@ -134,8 +147,10 @@ class Correction:
         same = self.names in (None, layout.names) and self.statistics is not None and self.statistics.layers == layers
         self.names = layout.names
         if self.statistics is None or not same:
+            if self.statistics is not None:
+                self.adam = self.between = None
+                self.others.clear()
             self.statistics = Statistics.start(layers, self.decay)
-            self.adam = None
         if self.centre is not None and not self.centre.mean.keys() <= set(layout.names):
             self.centre = Centre(decay=self.decay)
         return self._lam(self.statistics)
@@ -218,6 +233,7 @@ class Correction:
         state = self.adam if self.in_metric else self.statistics
         if self.statistics is None or state is None or state.steps < WARMUP or not state.ready:
             return None
+        state = self._with_known_variance(state)
         lam, seen = self._lam(self.statistics), variances(state)
         exact = float(seen.of_exact().sum())
         if exact <= 0 or self.cost_ratios[1] <= 0:
@@ -227,6 +243,20 @@ class Correction:
             missed = max(0.0, float(self.centre.missed[self.in_metric].mean))
         residual = float(seen.of_residual(lam).sum())
         return Evidence(exact, residual, *delta_interval(state, lam), self.cost_ratios[0], missed)
+
+    def _with_known_variance(self, state: Statistics) -> Statistics:
+        """With H of predictions that are made on some micro-batches only: what is seen of their sum is an estimate.
+
+        Its noise would count as H. The comparison with coarser predictions knows H as the variance of its finer ones.
+        """
+        if self.between is None or not (self.allocation and self.allocation.below):
+            return state
+        known = self.between.statistics if state is self.statistics else self.between.adam
+        if known is None or known.steps < WARMUP or not known.ready:
+            return state
+        held = state.averages["h_variance"]
+        own = Average(variances(known).of_exact() * held.weight, held.weight, held.weight_squared)
+        return replace(state, averages={**state.averages, "h_variance": own})
 
     def report(self, lam: Tensor, n: int, k: int, share: float | None, samples: float | None) -> dict[str, float]:
         """The statistics as logged values; without predictions (k = 0 and no share) what probes tell.
@@ -240,7 +270,9 @@ class Correction:
         """
         if self.statistics is None or not self.statistics.ready:
             return {}
-        values = report(self.statistics, lam, n, max(k, 1), *self.cost_ratios, self.adam, samples)
+        plain, adam = (None if x is None else self._with_known_variance(x) for x in (self.statistics, self.adam))
+        assert plain is not None
+        values = report(plain, lam, n, max(k, 1), *self.cost_ratios, adam, samples)
         for prefix in ("gpcv/", "gpcv/adam/"):
             if share is not None and prefix + "delta" in values:
                 values[prefix + "effective_batch"] = effective_batch(values[prefix + "delta"], n, share)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_ledger.estimation.correction import Correction
 from lightning_ledger.estimation.settings import PredictionSettings, PredictionState
@@ -50,18 +49,10 @@ def draw_passes(n: int, prediction: PredictionSettings, state: PredictionState, 
 
     Returns:
         Which micro-batches get which passes.
-
-    Raises:
-        MisconfigurationException: if there are several formats and nothing to choose among them.
     """
     generator = state.generator
     allocation = correction.allocation if correction is not None else None
     if allocation is None:
-        if prediction.others:
-            raise MisconfigurationException(
-                f"GradientPrediction(format={list(prediction.formats)}) names several formats to choose from, and "
-                "nothing chooses: add lightning_ledger.callbacks.AdaptiveAllocation(), or pass one format."
-            )
         k = n if prediction.exact >= prediction.microbatches else min(prediction.exact, n)
         return Drawn(draw_control(n, k, generator), draw_seeds(n, generator), prediction.format)
     share = None if allocation.draw == "uniform" else allocation.share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -62,6 +63,11 @@ class Ranks:
         torch.distributed.all_reduce(total)
         return total.cpu()
 
+    @property
+    def together(self) -> bool:
+        """Whether there are others, and they do what this process does: one that handles an error does it alone."""
+        return self.size > 1 and sys.exc_info()[0] is None
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank; a picklable one, with its tensors on the CPU."""
         if self.size == 1:
@@ -115,7 +121,7 @@ class Ranks:
             raise MisconfigurationException(
                 f"{type(module).__qualname__}.training_step returned {'None' if skipped else 'a loss'} on rank "
                 f"{self.rank}, and None on {count:.0f} of {self.size} ranks: the others would wait for their gradients "
-                "for ever. Return a loss on every rank (0 * loss to ignore a batch), or None on all of them."
+                "for ever. Return a loss on every rank (0 * loss to ignore a batch)."
             )
         if not weigh:
             return 1.0

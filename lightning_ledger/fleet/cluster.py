@@ -23,7 +23,10 @@ from lightning_ledger.fleet.worker import Packed, PredictionWorker
 # A process imports torch and Lightning before it is ready.
 START_SECONDS = 120.0
 # Ray ends a driver that could not reach the cluster's head for a minute. Training goes on without a cluster.
-_ENVIRONMENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**8)}
+_ENVIRONMENT = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": str(10**8),
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # a call after a loss would join, or start, whatever cluster there is
+}
 # Of a cluster on this machine alone: it listens on 127.0.0.1 only, and tells nobody that it is in use.
 _LOCAL_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -159,6 +162,7 @@ class Cluster:
     def stop(self) -> None:
         """End the workers; and the cluster, if it was started here."""
         workers, self.workers = self.workers, []
+        self.epoch += 1  # what was asked of these workers is not to be waited for
         self._state, self._since = "down", time.monotonic()
         if not self._ray.is_initialized():
             return

@@ -63,8 +63,11 @@ class TwoLevelFleet(Fleet):
 
     def gather(self) -> Predictions:
         coarse, fine = self._coarse.gather(), self._fine.gather()
-        work = dict(coarse.work)
-        for account, done in fine.work.items():
+        work: dict[str, Work] = {}
+        for account, done in (*coarse.work.items(), *fine.work.items()):
+            # The coarse fleet's "control" is M, and none of M is exact.
+            if done is coarse.work.get(account) and account == "fleet/control":
+                account = "fleet/prediction"
             work[account] = work.get(account, Work()) + done
         skipped = sorted({*coarse.skipped, *fine.skipped})
         if skipped:

@@ -63,6 +63,7 @@ class PredictedGradients(Strategy):
         self._prices: PriceBook | None = None
         self._estimator: GradientEstimator | ShardedEstimator | None = None
         self._evaluations = 0
+        self._chooses_formats = False
 
     # -------------------------------------------------------------------------------------- called by callbacks' setup
 
@@ -83,6 +84,10 @@ class PredictedGradients(Strategy):
                 "fragment added with `callbacks+:` and the same callback in your own list make two."
             )
         self._correction = correction
+
+    def choose_formats(self) -> None:
+        """Several formats have somebody to choose among them; called by ``AdaptiveAllocation``."""
+        self._chooses_formats = True
 
     def charge_to(self, ledger: Ledger, prices: PriceBook, unit_samples: int | None) -> None:
         """Charge this ledger for everything that runs, at these prices; called by ``ComputeLedger``."""
@@ -148,6 +153,11 @@ class PredictedGradients(Strategy):
             raise MisconfigurationException(
                 "ControlVariate corrects predictions by exact gradients; GradientPrediction(exact=0) computes none. "
                 "Set exact=1 or more, or drop ControlVariate to train on predictions alone."
+            )
+        if prediction.others and not self._chooses_formats:
+            raise MisconfigurationException(
+                f"GradientPrediction(format={list(prediction.formats)}) names several formats to choose from, and "
+                "nothing chooses: add lightning_ledger.callbacks.AdaptiveAllocation(), or pass one format."
             )
         refuse_unsupported(module, ())
         super().setup(trainer)
