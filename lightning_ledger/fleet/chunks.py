@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from lightning_ledger.control_variate import WeightedSum
 from lightning_ledger.fleet.base import Predictions
+from lightning_ledger.microbatches import tensors_apart
 from lightning_ledger.work import add_to
 
 T = TypeVar("T")
@@ -33,6 +34,17 @@ def chunks(items: Sequence[T], count: int) -> list[Sequence[T]]:
     count = min(count, len(items))
     ends = [-(-len(items) * i // count) for i in range(count + 1)] if count else [0]
     return [items[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def tensor_bytes(data: Any) -> int:
+    """Bytes of the tensors in a batch, whatever holds them; 0 if it cannot be taken apart.
+
+    Example:
+        >>> tensor_bytes({"tokens": torch.zeros(2, 3), "name": "a"})
+        24
+    """
+    apart = tensors_apart(data)
+    return 0 if apart is None else sum(tensor.nbytes for tensor in apart[0])
 
 
 def merge(parts: Sequence[Predictions]) -> Predictions:

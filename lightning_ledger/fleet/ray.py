@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_ledger.control_variate import Layout
 from lightning_ledger.fleet.base import Fleet, FleetLost, Job, Predictions
-from lightning_ledger.fleet.chunks import chunks, merge
+from lightning_ledger.fleet.chunks import chunks, merge, tensor_bytes
 from lightning_ledger.fleet.cluster import Cluster, Worker, require_ray
 from lightning_ledger.fleet.following import Following
 from lightning_ledger.fleet.messages import BadReplyError, Decoded, WorkerError
@@ -204,7 +204,9 @@ class RayFleet(Fleet):
         chunk.worker, chunk.ends = worker, time.monotonic() + self._deadline * worker.busy
         chunk.attempts += 1
         batch.pending[answer] = chunk
-        tensors = sum(_bytes(job.microbatch.data) for job in chunk.jobs) + sum(map(_bytes, changes.values()))
+        tensors = sum(tensor_bytes(job.microbatch.data) for job in chunk.jobs) + sum(
+            map(tensor_bytes, changes.values())
+        )
         add_to(batch.work, [("transfer/weights", Work(bytes=tensors))])
 
     # --------------------------------------------------------------------------------------------------------- gather
@@ -335,15 +337,6 @@ class RayFleet(Fleet):
 
 def _on_cpu(data: Any) -> Any:
     return move_data_to_device(data, "cpu")
-
-
-def _bytes(data: Any) -> int:
-    """Of the tensors in a batch."""
-    if isinstance(data, Tensor):
-        return data.nbytes
-    if isinstance(data, Mapping):
-        return sum(map(_bytes, data.values()))
-    return sum(map(_bytes, data)) if isinstance(data, list | tuple) else 0
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from lightning_ledger.control_variate import Layout
 from lightning_ledger.fleet.base import Fleet, Job, Predictions
-from lightning_ledger.fleet.chunks import chunks, merge
+from lightning_ledger.fleet.chunks import chunks, merge, tensor_bytes
 from lightning_ledger.fleet.in_process import predict_jobs
 from lightning_ledger.fleet.latency import Machines
 from lightning_ledger.fleet.recipe import PredictorRecipe
 from lightning_ledger.fleet.settings import FleetBackend, FleetSettings, Observers, make_predictor
 from lightning_ledger.flops import StepFlops
-from lightning_ledger.microbatches import tensors_apart
 from lightning_ledger.predictors import GradientPredictor
 from lightning_ledger.work import Work, add_to
 
@@ -170,7 +169,7 @@ class SimulatedFleet(Fleet):
         cut = chunks(jobs, self._backend.machines.workers)
         parts = [predict_jobs(self._predictor, self._layout, c, arguments, observe, len(jobs)) for c in cut]
         returned = [_returned(part) for part in parts]
-        batches = [sum(_size(job.microbatch.data) for job in chunk) for chunk in cut]
+        batches = [sum(tensor_bytes(job.microbatch.data) for job in chunk) for chunk in cut]
         flops = [sum(work.flops for work in part.work.values()) for part in parts]
         lost = self._backend.predicted(flops, batches, max(returned, default=0))
         wasted = [work for part, again in zip(parts, lost, strict=True) if again for work in part.work.values()]
@@ -196,8 +195,3 @@ def _returned(part: Predictions) -> int:
     sums = [g for total in (part.control, part.rest) for g in total.values() if g is not None]
     norms = [] if part.squared_norms is None else [part.squared_norms]
     return sum(tensor.nbytes for tensor in [*sums, *part.samples.values(), *norms])
-
-
-def _size(data: Any) -> int:
-    apart = tensors_apart(data)
-    return 0 if apart is None else sum(tensor.nbytes for tensor in apart[0])
