@@ -131,7 +131,7 @@ def _forced(data: list[list[BATCH]], draws: list[tuple[tuple[int, ...], ...]], c
         shares = [rank()] if ranks() > 1 else [0, 1]
         gradients = []
         for r in shares:
-            where = "sharded" if ranks() > 1 else "estimator"
+            where = "sharded" if ranks() > 1 else "drawing"
             with patch(f"lightning_ledger.estimation.{where}.draw_control", return_value=pair[r]):
                 prediction = {"format": "int4", "exact": 1, "engine": "eager", "microbatches": N}
                 if ranks() > 1:

@@ -50,7 +50,7 @@ def left_out(batches: Sequence[BatchMoments]) -> list[list[BatchMoments]]:
         return [[*batches[:b], *batches[b + 1 :]] for b in range(len(batches))]
     found = []
     for b, batch in enumerate(batches):
-        for i in range(batch.n):
+        for i in range(batch.n if batch.n > 2 else 1):  # one of two leaves no covariance: both go at once
             rest = [batch.without(i)] if batch.n > 2 else []
             if others := [*batches[:b], *rest, *batches[b + 1 :]]:
                 found.append(others)
