@@ -181,6 +181,9 @@ class DryRun:
 
         first = not self._planned
         if first:
+            # If there is no time for all, those at hand are not the first of a batch that may be sorted.
+            generator = torch.Generator().manual_seed(self._settings.seed)
+            jobs = [jobs[i] for i in torch.randperm(len(jobs), generator=generator).tolist()]
             self._planned = self._options.batches * n * (1 + len(self._kinds))
             begun = time.perf_counter()
             if not look(jobs[:1]):
