@@ -80,9 +80,9 @@ class Step:
         found = [exact_gradient(self.module, part, s)[1] for part, s in zip(self.parts, SEEDS, strict=True)]
         return [flat(self.module, gradients) for gradients in found]
 
-    def predicted(self) -> list[Tensor]:
+    def predicted(self, format: str = "int4") -> list[Tensor]:
         """Each h_i, predicted by itself."""
-        predictor = EagerPredictor(self.module, Lowering("int4", "nearest"))
+        predictor = EagerPredictor(self.module, Lowering(format, "nearest"))
         predictor.refresh(dict(self.module.named_parameters()), derive_seed(3, 0))
         found = [predictor.predict(part, s, 0) for part, s in zip(self.parts, SEEDS, strict=True)]
         return [flat(self.module, prediction[1]) for prediction in found if prediction is not None]

@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader
 
 from lightning_ledger import PriceBook
 from lightning_ledger.callbacks import AdaptiveAllocation, ComputeLedger, ControlVariate, GradientPrediction
-from lightning_ledger.control_variate import multilevel_relative_cost, variances
+from lightning_ledger.control_variate import multilevel_coefficients, multilevel_relative_cost, variances
 from lightning_ledger.estimation import Allocation, Correction, allocate_levels, drawing
 from lightning_ledger.strategies import PredictedGradientStrategy
 from tests.gradient_problems import FOREVER, Problem, layout_of, observation
 from tests.lightning_runs import Samples, relative_error, trainer, weights
 from tests.test_adaptive_allocation import N, Run, SaveAtBatchEnd
-from tests.test_estimator_shares import RELATIVE, SEEDS, WEIGHTS, Step
+from tests.test_estimator_shares import LAM, RELATIVE, SEEDS, WEIGHTS, Step
 from tests.test_estimator_shares import N as PARTS
 
 # torchdata 0.11 tells torch a vital that torch 2.13 no longer wants to know.
@@ -52,6 +52,17 @@ def test_the_mean_over_all_draws_is_the_full_batch_gradient(
     truth = step.weighted(step.exact())
     assert relative_error(torch.stack(found).mean(0), truth) < RELATIVE
     assert min(relative_error(g, truth) for g in found) > 100 * RELATIVE
+
+
+def test_the_estimate_is_the_multilevel_one_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step("tokens")
+    drawn = iter([(1,), (0, 2)])  # of those left, 0, 2 and 3, the first and the last
+    monkeypatch.setattr(drawing, "draw_control", lambda n, k, generator: next(drawn))
+    found = step.estimate(Allocation("int8", 1 / PARTS, below="int4", between=2 / PARTS))
+    coefficients = multilevel_coefficients(step.shares, [(0, 3), (1,)], [LAM, LAM])
+    passes = [step.predicted("int4"), step.predicted("int8"), step.exact()]
+    terms = [c * g for row, level in zip(coefficients, passes, strict=True) for c, g in zip(row, level, strict=True)]
+    assert relative_error(found, torch.stack(terms).sum(0)) < RELATIVE
 
 
 def test_every_pass_is_booked_once() -> None:

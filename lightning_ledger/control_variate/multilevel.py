@@ -9,6 +9,10 @@ The sum telescopes: averaged over the draws it is sum_i w_i g_i, whatever the pr
 micro-batches its variance is ``V/n + sum_l D_l (1/k_l - 1/n)``, with ``D_l = tr Cov(lam_l h_l - lam_{l-1} h_{l-1})``.
 This is multilevel Monte Carlo (Giles, Operations Research 56(3), 2008) over fidelities, here with a first level on
 every micro-batch; the allocation for a least product of variance and cost is own derivation.
+
+Training (``fleet/two_level.py``) draws C_2 outside C_3 instead of independently of it: as unbiased, with
+``-(2/n) Cov(h_2 - h_1, g - h_2)`` more variance. :func:`multilevel_coefficients` is the estimator written out, for any
+draws, which tests hold it to.
 """
 
 from __future__ import annotations
