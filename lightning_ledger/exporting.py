@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_ledger.callbacks import GradientPrediction
+from lightning_ledger.callbacks.common import callback_of
 from lightning_ledger.engines.export import ExportedProgram, export_program
 from lightning_ledger.estimation import PredictionSettings
 from lightning_ledger.microbatches import Splitter, tensors_apart
@@ -103,8 +104,8 @@ def first_program(
     for hooks in (owner, module) if owner is not module else (module,):
         hooks.prepare_data()
         hooks.setup("fit")
-    own = [callback.prediction for callback in trainer.callbacks if isinstance(callback, GradientPrediction)]  # type: ignore[attr-defined]
-    settings = own[0] if own else PredictionSettings()
+    predicts = callback_of(trainer, GradientPrediction)
+    settings = PredictionSettings() if predicts is None else predicts.prediction
     batch: Any = trainer.precision_plugin.convert_input(next(iter(owner.train_dataloader())))
     transfers = owner if is_overridden("on_before_batch_transfer", owner) else module
     batch = module.transfer_batch_to_device(transfers.on_before_batch_transfer(batch, 0), torch.device("cpu"), 0)

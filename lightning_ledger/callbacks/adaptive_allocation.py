@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_ledger.callbacks.common import checked_state, log_values, predicting_strategy, update_wandb_config
+from lightning_ledger.callbacks.common import (
+    C,
+    callback_of,
+    checked_state,
+    log_values,
+    predicting_strategy,
+    update_wandb_config,
+)
 from lightning_ledger.callbacks.compute_ledger import ComputeLedger
 from lightning_ledger.callbacks.control_variate import ControlVariate
 from lightning_ledger.callbacks.gradient_prediction import GradientPrediction
@@ -20,7 +27,6 @@ from lightning_ledger.estimation import Allocation, Centre, Correction, Evidence
 from lightning_ledger.estimation.allocation import least_cost
 from lightning_ledger.prices import PriceBook
 
-C = TypeVar("C", bound=pl.Callback)
 # How often `probe_every` goes into the longest time between two probes.
 LONGEST = 8
 
@@ -200,7 +206,7 @@ class AdaptiveAllocation(pl.Callback):
         """What predictions are expected to cost; what a checkpoint knows of that is brought to this run's prices."""
         assert self._prediction is not None
         assert self._start is not None
-        ledger = _ledger_of(trainer)
+        ledger = callback_of(trainer, ComputeLedger)
         book = PriceBook() if ledger is None else ledger.prices
         before, self._prices = self._prices, {f: least_cost(book, f) for f in self._prediction.prediction.formats}
         if before and before != self._prices:
@@ -249,12 +255,13 @@ class AdaptiveAllocation(pl.Callback):
     def _evidence(self, correction: Correction) -> dict[str, Evidence]:
         """What is known of the format in use, and of the others where that is comparable: in the same metric."""
         assert self._prediction is not None
+        active = correction.evidence()
+        if active is None:
+            return {}
         found: dict[str, Evidence] = {}
-        if correction.evidence() is None:
-            return found
         for name in self._prediction.prediction.formats:
             of_format = correction.of(name)
-            seen = of_format.evidence()
+            seen = active if of_format is correction else of_format.evidence()
             if seen is not None and of_format.in_metric == correction.in_metric:
                 found[name] = seen
         return found
@@ -331,7 +338,7 @@ class AdaptiveAllocation(pl.Callback):
         correction.allocate(after)
         if after.format in evidence:
             numbers = evidence[after.format].values() | numbers
-        if (ledger := _ledger_of(trainer)) is not None:
+        if (ledger := callback_of(trainer, ComputeLedger)) is not None:
             decided = {f"gpcv/allocation_{name}": value for name, value in numbers.items()}
             ledger.ledger.mark(self._values(after) | decided)
         changed = [name for name in ("predicting", "format", "below") if getattr(after, name) != getattr(before, name)]
@@ -371,17 +378,12 @@ class AdaptiveAllocation(pl.Callback):
                 self._start = replace(saved, probe_every=self.probe_every) if saved.predicting else saved
 
 
-def _ledger_of(trainer: pl.Trainer) -> ComputeLedger | None:
-    return next((c for c in trainer.callbacks if isinstance(c, ComputeLedger)), None)  # type: ignore[attr-defined]
-
-
 def _other(trainer: pl.Trainer, kind: type[C]) -> C:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, kind):
-            return callback
+    if (callback := callback_of(trainer, kind)) is not None:
+        return callback
+    names = ", ".join(type(callback).__name__ for callback in trainer.callbacks)  # type: ignore[attr-defined]
     raise MisconfigurationException(
         f"AdaptiveAllocation divides the work of GradientPrediction and ControlVariate, and there is no "
-        f"{kind.__name__} among the callbacks ({', '.join(type(callback).__name__ for callback in callbacks)}). Add "
+        f"{kind.__name__} among the callbacks ({names}). Add "
         f"lightning_ledger.callbacks.{kind.__name__}(), or the fragment callbacks/adaptive.yaml."
     )

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_ledger.callbacks.common import callback_of
 from lightning_ledger.callbacks.compute_ledger import ComputeLedger
 from lightning_ledger.ledger import by_tier
 from lightning_ledger.prices import PriceBook
@@ -141,13 +142,12 @@ class BudgetStopping(pl.Callback):
 
 
 def _ledger_of(trainer: pl.Trainer) -> ComputeLedger:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, ComputeLedger):
-            return callback
+    if (callback := callback_of(trainer, ComputeLedger)) is not None:
+        return callback
+    names = ", ".join(type(callback).__name__ for callback in trainer.callbacks)  # type: ignore[attr-defined]
     raise MisconfigurationException(
         "BudgetStopping reads what ComputeLedger counts, and there is none among the callbacks "
-        f"({', '.join(type(callback).__name__ for callback in callbacks)}). Add "
+        f"({names}). Add "
         "lightning_ledger.callbacks.ComputeLedger(), or the fragment callbacks/ledger.yaml."
     )
 

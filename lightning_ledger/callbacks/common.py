@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -12,6 +12,14 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Pa
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_ledger.strategies import PredictedGradients
+
+C = TypeVar("C", bound=pl.Callback)
+
+
+def callback_of(trainer: pl.Trainer, kind: type[C]) -> C | None:
+    """The Trainer's first callback of this class, if it has one."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
 def predicting_strategy(trainer: pl.Trainer, callback: pl.Callback) -> PredictedGradients:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.fabric.utilities import move_data_to_device
 
-from lightning_ledger.callbacks.common import checked_state, log_values, predicting_strategy
+from lightning_ledger.callbacks.common import callback_of, checked_state, log_values, predicting_strategy
 from lightning_ledger.callbacks.gradient_prediction import GradientPrediction
 from lightning_ledger.control_variate import Scope, Statistics
 from lightning_ledger.estimation import Centre, Correction
@@ -74,10 +74,8 @@ class ControlVariate(pl.Callback):
             if other or c.others or c.between:
                 self.correction = Correction(c.coefficient, c.scope, c.decay, c.observe_every)
             self.correction.allocation = self.correction.centre = None  # AdaptiveAllocation sets them later
-            self._format = next(
-                (c.prediction.format for c in trainer.callbacks if isinstance(c, GradientPrediction)),  # type: ignore[attr-defined]
-                "",
-            )
+            predicts = callback_of(trainer, GradientPrediction)
+            self._format = "" if predicts is None else predicts.prediction.format
             self.correction.format = self._format
             self._module = weakref.ref(pl_module)
             strategy = predicting_strategy(trainer, self)

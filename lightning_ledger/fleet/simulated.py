@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,11 +14,10 @@ from torch import Tensor
 from lightning_ledger.control_variate import Layout
 from lightning_ledger.fleet.base import Fleet, Job, Predictions
 from lightning_ledger.fleet.chunks import chunks, merge, tensor_bytes
-from lightning_ledger.fleet.in_process import predict_jobs
+from lightning_ledger.fleet.in_process import InProcessFleet, predict_jobs
 from lightning_ledger.fleet.latency import Machines
 from lightning_ledger.fleet.recipe import PredictorRecipe
 from lightning_ledger.fleet.settings import FleetBackend, FleetSettings, Observers, make_predictor
-from lightning_ledger.flops import StepFlops
 from lightning_ledger.predictors import GradientPredictor
 from lightning_ledger.work import Work, add_to
 
@@ -144,7 +143,7 @@ class SimulatedBackend(FleetBackend):
         }
 
 
-class SimulatedFleet(Fleet):
+class SimulatedFleet(InProcessFleet):
     """Predicts in process what the declared workers would, in their chunks, and bills their transfers.
 
     Args:
@@ -154,13 +153,11 @@ class SimulatedFleet(Fleet):
     """
 
     def __init__(self, backend: SimulatedBackend, predictor: GradientPredictor, layout: Layout) -> None:
+        super().__init__(predictor, layout)
         self._backend = backend
-        self._predictor = predictor
-        self._layout = layout
-        self._done: Predictions | None = None
 
     def refresh(self, weights: Mapping[str, Tensor], seed: int) -> Mapping[str, Work]:
-        self._predictor.refresh(weights, seed)
+        super().refresh(weights, seed)
         size = sum(w.nbytes for w in weights.values())
         self._backend.sent(size)
         return {"transfer/weights": Work(bytes=size * self._backend.machines.workers)}
@@ -177,17 +174,6 @@ class SimulatedFleet(Fleet):
         add_to(self._done.work, [("waste/lost_prediction", replace(work, seconds=0.0)) for work in wasted])
         moved = {"transfer/weights": Work(bytes=sum(batches)), "transfer/gradients": Work(bytes=sum(returned))}
         add_to(self._done.work, moved.items())
-
-    def run_eagerly(self, reason: str) -> bool:
-        return self._predictor.run_eagerly(reason)
-
-    def gather(self) -> Predictions:
-        assert self._done is not None, "gather() follows submit()"
-        done, self._done = self._done, None
-        return done
-
-    def work(self, shape: Hashable) -> StepFlops | None:
-        return self._predictor.work(shape)
 
 
 def _returned(part: Predictions) -> int:
